@@ -45,7 +45,8 @@
  *   stop texts, cancel, a full context rf_generate_desc
  *   text, token by token               rf_session_forward, rf_session_sample, rf_detokenize, until rf_token_is_end
  *   thoughts and calls in a text       rf_answer_open
- *   limit or ban tokens, JSON          rf_sampler_desc.bias, or logits_fn, which sees and changes the logits
+ *   JSON, a schema, a grammar          rf_grammar_open; rf_generate_desc.grammar, rf_sampler_desc.grammar
+ *   limit or ban tokens                rf_sampler_desc.bias, or logits_fn, which sees and changes the logits
  *   against repetition                 rf_sampler_desc: DRY, penalties; rf_dry_breakers_find
  *   the same text again                rf_sampler_desc.seed; temperature 0 is greedy
  *   log probabilities of the answer    rf_sampler_desc.logprobs
@@ -82,7 +83,8 @@
  *    4 >>sync         once-cell, thread pool                11 >>null      the device that only checks
  *    5 >>gguf         the file format                       12 >>session   the forward pass
  *    6 >>quant        tensor types                          13 >>token >>json >>jinja >>template
- *    7 >>tensor >>loader >>stream >>experts >>budget >>store    13 >>sample >>scheduler >>answer >>generate
+ *    7 >>tensor >>loader >>stream >>experts >>budget >>store    13 >>grammar >>sample >>scheduler
+ *                                                           13 >>answer >>generate
  *                                                           14 >>public    thin bodies
  *
  * Macros, all optional, defined before the include
@@ -850,7 +852,8 @@ typedef struct rf_tokenizer rf_tokenizer;
 ROCMFORGE_API rf_result rf_tokenizer_open(rf_gguf *g, const char *pre, rf_tokenizer **out, rf_error *err);
 
 /* Close a tokenizer from rf_tokenizer_open. NULL is fine.
- * Returns RF_OK; RF_ERR_BUSY, with the tokenizer still open, while a scheduler uses it.   Threads any one. */
+ * Returns RF_OK; RF_ERR_BUSY, with the tokenizer still open, while a scheduler or a grammar uses it.   Threads any
+ * one. */
 ROCMFORGE_API rf_result rf_tokenizer_close(rf_tokenizer *t, rf_error *err);
 
 /* The model's own tokenizer, built on first use, owned by the model and borrowed until that is closed.
@@ -1014,6 +1017,92 @@ ROCMFORGE_API rf_result rf_chat_format(const rf_chat *chat, char *out, size_t ca
 ROCMFORGE_API rf_result rf_chat_tokenize(const rf_tokenizer *t, const rf_chat *chat, uint32_t flags, int32_t *out,
                                          uint32_t capacity, uint32_t *count, rf_error *err);
 
+/* ---- grammars: text of a given form, JSON of a schema ---- */
+
+/* A grammar for one tokenizer, compiled to an automaton over bytes. States and token masks are computed when they are
+ * first needed, and kept. */
+typedef struct rf_grammar rf_grammar;
+
+/* Where one text is in its grammar. */
+typedef struct rf_grammar_matcher rf_grammar_matcher;
+
+typedef enum rf_grammar_kind {
+    RF_GRAMMAR_GBNF = 0,       /* llama.cpp's: rules, "literals", [classes], ., groups, | ? * + {m} {m,} {m,n}, #  */
+    RF_GRAMMAR_JSON_SCHEMA = 1 /* JSON Schema, draft 2020-12; "{}" is any JSON value                               */
+} rf_grammar_kind;
+
+/* Bounds, for a grammar may be a stranger's. 0 = default. */
+typedef struct rf_grammar_desc {
+    rf_allocator allocator;
+    uint64_t max_memory; /* bytes of automaton, states and masks; 64 MiB                                        */
+    uint64_t max_steps;  /* of one call: an edge of the automaton that is followed; 4 million                   */
+    uint32_t max_depth;  /* of nested groups, schemas, values; 100. Each takes up to 1 KiB of the caller's stack */
+} rf_grammar_desc;
+
+/* Compile a grammar.
+ *   t       in   borrowed until rf_grammar_close (closing it is refused)
+ *   source  in   UTF-8, at most 1 MiB; not kept
+ *   desc    in   NULL = defaults;   out  the object, NULL on failure
+ * GBNF begins with the rule root; rules may be recursive, but not left-recursive.
+ * JSON Schema: properties come in the order of the schema, each at most once, further ones (additionalProperties, only
+ * if it is given) after them. White space is one space or a line's indentation. Supported are type (also a list), enum,
+ * const, properties, required, additionalProperties, minProperties (0 or 1), maxProperties, items, prefixItems,
+ * minItems, maxItems, minLength, maxLength, pattern, format (date, time, date-time, uuid, ipv4), bounds of integers,
+ * $ref within the document, anyOf, oneOf (branches that exclude each other by type, constants or a property), allOf.
+ * Without a type, keywords of one type want that type. Whatever else restricts a value is an error.
+ * Returns RF_OK; RF_ERR_FORMAT (the syntax: the text has line and column, or the byte of the JSON; a schema that is
+ * malformed: its JSON pointer); RF_ERR_UNSUPPORTED (left recursion, a keyword or pattern that this has not, by name and
+ * place; max_steps, max_depth); RF_ERR_MEMORY (also max_memory); RF_ERR_ARGUMENT.
+ * Memory at most max_memory, and once a tokenizer 16 bytes per byte of its vocabulary, in its file's allocator.
+ * Cost O(source), but {m,n} counts n times; the first of a tokenizer sorts the vocabulary (0.1 s for 150,000 tokens).
+ * Threads any; then one call at a time per grammar with all its matchers. */
+ROCMFORGE_API rf_result rf_grammar_open(const rf_tokenizer *t, rf_grammar_kind kind, rf_string source,
+                                        const rf_grammar_desc *desc, rf_grammar **out, rf_error *err);
+
+/* Close a grammar. NULL is fine.   Returns RF_OK; RF_ERR_BUSY while it has matchers. */
+ROCMFORGE_API rf_result rf_grammar_close(rf_grammar *g, rf_error *err);
+
+/* Start a text.
+ *   max_rollback  in   tokens that rf_grammar_matcher_rollback can take back;   out  the object, NULL on failure
+ * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_MEMORY.   Memory 4 bytes per token of max_rollback. */
+ROCMFORGE_API rf_result rf_grammar_matcher_open(rf_grammar *g, uint32_t max_rollback, rf_grammar_matcher **out,
+                                                rf_error *err);
+ROCMFORGE_API rf_result rf_grammar_matcher_close(rf_grammar_matcher *m, rf_error *err);
+
+/* A second matcher in the same state, with the same tokens to take back.   Returns, Memory as above. */
+ROCMFORGE_API rf_result rf_grammar_matcher_copy(const rf_grammar_matcher *m, rf_grammar_matcher **out, rf_error *err);
+
+/* Back to the start of a text.   Memory none. */
+ROCMFORGE_API void rf_grammar_matcher_reset(rf_grammar_matcher *m);
+
+/* The text goes on with a token.
+ * Returns RF_OK; RF_ERR_ARGUMENT (the grammar does not allow it; an end token: the text is not complete);
+ * RF_ERR_UNSUPPORTED, RF_ERR_MEMORY (max_steps, max_memory). On failure the state is unchanged. */
+ROCMFORGE_API rf_result rf_grammar_matcher_accept(rf_grammar_matcher *m, int32_t token, rf_error *err);
+
+/* The same with bytes, in any pieces; it counts as one token for rf_grammar_matcher_rollback. */
+ROCMFORGE_API rf_result rf_grammar_matcher_accept_text(rf_grammar_matcher *m, rf_string text, rf_error *err);
+
+/* Take back the last n tokens.   Returns RF_OK; RF_ERR_ARGUMENT (more than max_rollback, or than were accepted). */
+ROCMFORGE_API rf_result rf_grammar_matcher_rollback(rf_grammar_matcher *m, uint32_t n, rf_error *err);
+
+/* 1 if the text is whole: it may end here. */
+ROCMFORGE_API int rf_grammar_matcher_is_complete(const rf_grammar_matcher *m);
+
+/* The tokens that may come next; end tokens where the text is complete. Control tokens, and tokens of more than 255
+ * bytes, never.
+ *   mask  out  borrowed [(n_vocab + 63) / 64] of the tokenizer's vocabulary, bit id % 64 of word id / 64; valid until
+ *              the next call on the grammar or one of its matchers
+ * Returns RF_OK; RF_ERR_UNSUPPORTED, RF_ERR_MEMORY (max_steps, max_memory).
+ * Cost O(1) for a state that was met before; else a walk over the vocabulary, shared prefixes once. */
+ROCMFORGE_API rf_result rf_grammar_matcher_get_mask(rf_grammar_matcher *m, const uint64_t **mask, rf_error *err);
+
+/* Set the logits of all other tokens to -INFINITY. rf_sampler_desc.grammar does this and accepts the choice.
+ *   logits  inout  [n_vocab], of a model
+ * Returns as above; RF_ERR_UNSUPPORTED also if no token can go on (the vocabulary lacks a byte that must come). */
+ROCMFORGE_API rf_result rf_grammar_matcher_apply(rf_grammar_matcher *m, float *logits, uint32_t n_vocab,
+                                                 rf_error *err);
+
 /* ---- sampling ---- */
 
 #define RF_SAMPLER_HISTORY 256
@@ -1036,8 +1125,8 @@ typedef struct rf_dry_breaker {
     int32_t tokens[RF_DRY_BREAKER_TOKENS];
 } rf_dry_breaker;
 
-/* Zero = greedy. The order is llama.cpp's: logits_fn, bias, penalties, DRY, top-k, top-p, min-p, XTC, temperature.
- * With mirostat: logits_fn, bias, temperature, mirostat, and nothing else. Pointers are borrowed as long as the sampler
+/* Zero = greedy. The order is llama.cpp's: grammar, logits_fn, bias, penalties, DRY, top-k, top-p, min-p, XTC,
+ * temperature. With mirostat: grammar, logits_fn, bias, temperature, mirostat, and nothing else. Pointers are borrowed as long as the sampler
  * is used. */
 typedef struct rf_sampler_desc {
     float temperature;       /* <= 0: greedy (the largest logit, the smallest id among equals)                   */
@@ -1064,6 +1153,8 @@ typedef struct rf_sampler_desc {
     float mirostat_eta;      /* its learning rate; 0 = 0.1                                                       */
     int32_t *history;        /* [5 * n_history] memory to remember more than RF_SAMPLER_HISTORY tokens, or NULL; */
     uint32_t n_history;      /* a copy of such a sampler shares it                                               */
+
+    rf_grammar_matcher *grammar; /* bans what it does not allow, before all else, and accepts the choice; NULL   */
 
     /* Sees the logits as the model gave them and may change them: -INFINITY bans a token. What it returns, unless
      * RF_OK, rf_sampler_sample returns. It may use nothing of the session. */
@@ -1177,6 +1268,13 @@ ROCMFORGE_API rf_result rf_answer_feed(rf_answer *a, rf_string text, rf_error *e
 /* The text has ended: give out what was held back. rf_answer_feed then begins a new text. Returns, Memory as above. */
 ROCMFORGE_API rf_result rf_answer_finish(rf_answer *a, rf_error *err);
 
+/* Let a grammar hold from where the answer's text begins, behind a thought or header. Call it before each choice, when
+ * the tokens before were fed: it sets s->desc.grammar to m or NULL. Where the template knows thoughts, the token that
+ * opens one may come first, once.
+ *   a  in     NULL: all is text;   m  inout  a matcher, at the start at first
+ * Memory none.   Cost O(1), and until the text begins O(vocabulary).   Threads: one call at a time per object. */
+ROCMFORGE_API void rf_answer_guide(const rf_answer *a, rf_grammar_matcher *m, rf_sampler *s);
+
 /* 1 if the text of a control token belongs to a marker of the template's formats; others are not to be shown. */
 ROCMFORGE_API int rf_answer_knows(const rf_answer *a, rf_string token);
 
@@ -1204,6 +1302,8 @@ typedef struct rf_generate_desc {
                                 them, and keeps the prefix that it holds already                   */
     rf_sampler *sampler;     /* NULL: greedy. The last tokens of the prompt become its history     */
     uint32_t max_tokens;     /* 0: no limit but the context                                        */
+    rf_grammar *grammar;     /* of the answer, or NULL. In a chat thoughts are free, and the answer begins after them:
+                                tools are not called then                                          */
     const char *const *stop; /* [n_stop] texts that end the answer and are not given out           */
     uint32_t n_stop;
     uint32_t drop_turns;     /* chat: 1: where the context is too small leave out the oldest turns, but for system
@@ -17049,7 +17149,8 @@ struct rf_tokenizer {
     int is_apart;                 /* SPM: no token goes on with U+2581 after another character              */
     int32_t bos, eos, eot, eom, unknown, padding; /* -1: the file names none                                 */
     int add_bos, add_eos, add_space;
-    _Atomic uint32_t n_users;     /* schedulers                                                              */
+    _Atomic uint32_t n_users;     /* schedulers, grammars                                                    */
+    struct rfi_gr_vocab *_Atomic grammar_vocab; /* built by the first grammar                                */
 };
 
 static const char rfi_spm_space[] = "\xe2\x96\x81"; /* U+2581 stands for a space in SPM vocabularies */
@@ -17673,13 +17774,14 @@ ROCMFORGE_API rf_result rf_tokenizer_open(rf_gguf *g, const char *pre, rf_tokeni
     return k.result;
 }
 
+static void rfi_gr_vocab_free(const rf_allocator *a, struct rfi_gr_vocab *v);
 static int rfi_tokenizer_is_used(const rf_tokenizer *t) { return t && atomic_load(&t->n_users); }
 
 ROCMFORGE_API rf_result rf_tokenizer_close(rf_tokenizer *t, rf_error *err) {
     rfi_clear(err);
     if (!t) return RF_OK;
     if (rfi_tokenizer_is_used(t))
-        return rfi_fail(err, RF_ERR_BUSY, 0, "tokenizer of %s: a scheduler uses it", rfi_gguf_path(t->g));
+        return rfi_fail(err, RF_ERR_BUSY, 0, "tokenizer of %s: a scheduler or a grammar uses it", rfi_gguf_path(t->g));
     rf_allocator a = t->allocator;
     rfi_free(&a, t->text);
     rfi_free(&a, t->attr);
@@ -17688,6 +17790,7 @@ ROCMFORGE_API rf_result rf_tokenizer_close(rf_tokenizer *t, rf_error *err) {
     rfi_free(&a, t->merges);
     rfi_free(&a, t->special.nodes);
     rfi_free(&a, t->plain.nodes);
+    rfi_gr_vocab_free(&a, atomic_load(&t->grammar_vocab));
     rfi_gguf_drop(t->g);
     rfi_free(&a, t);
     return RF_OK;
@@ -19487,6 +19590,7 @@ typedef struct rfi_values {
     uint8_t *from;
     uint64_t n_out, out_capacity;
     uint32_t depth, max_depth;
+    const char *what;        /* for messages; NULL: a chat template */
     uint32_t line;           /* of the template, for messages */
     rfi_list no_list;        /* what there is after a failure */
     rfi_dict no_dict;
@@ -19494,9 +19598,10 @@ typedef struct rfi_values {
 
 static int rfi_failed(const rfi_values *m) { return m->err->code != RF_OK; }
 
-/* Record a failure of the template's line that runs. */
+/* Record a failure of the line that runs. */
 #define rfi_raise(m, code, format, ...) \
-    rfi_fail((m)->err, code, (m)->line, "chat template, line %u: " format, (m)->line, __VA_ARGS__)
+    rfi_fail((m)->err, code, (m)->line, "%s, line %u: " format, (m)->what ? (m)->what : "chat template", (m)->line, \
+             __VA_ARGS__)
 
 static void rfi_values_close(rfi_values *m) {
     for (rfi_values_block *b = m->blocks, *next; b; b = next) {
@@ -23739,6 +23844,2060 @@ ROCMFORGE_API rf_result rf_chat_tokenize(const rf_tokenizer *t, const rf_chat *c
 }
 
 
+/* ==== 13i Grammars ===================================================================================== >>grammar
+ * Which tokens may come next. A grammar, GBNF or JSON Schema, becomes a nondeterministic automaton over bytes whose
+ * edges may call rules. A state of the text is a set of configurations, each a position in the automaton and a stack of
+ * positions to return to; stacks share their tails. Sets are numbered when they are first met, and where each byte
+ * leads is kept, so that most steps are a table lookup. A set's token mask is found by walking a prefix tree of the
+ * vocabulary. Most tokens are plain text, which a string takes as a whole: they stand in trees of their own (slices),
+ * which are not walked where the set takes every text of that kind. Grammars and schemas may be hostile: memory and
+ * steps of a call are counted, and depth is limited. */
+
+#define RFI_GR_STEP 0xffffffffu /* an edge that reads nothing                                     */
+#define RFI_GR_CALL 0x80000000u /* | rule: an edge that reads a text of the rule                  */
+#define RFI_GR_NONE 0xffffffffu
+#define RFI_GR_SLICES 3
+#define RFI_GR_SLICE_BYTES 16   /* longest token of a slice but the last                          */
+#define RFI_GR_SET_MAX 1024     /* configurations of a set                                        */
+
+/* ---- the vocabulary, once a tokenizer ---- */
+
+/* A prefix tree in preorder. order[token[i] .. token[i + 1]) are the tokens whose bytes end at node i. */
+typedef struct rfi_gr_tree {
+    uint32_t *end, *token; /* [n + 1] the node after i's subtree                                  */
+    uint8_t *byte, *depth; /* [n] byte that leads to i; depth of the byte before it               */
+    uint32_t n;
+    uint64_t *mask;        /* all of its tokens                                                   */
+} rfi_gr_tree;
+
+typedef struct rfi_gr_vocab {
+    rfi_gr_tree slices[RFI_GR_SLICES]; /* plain ASCII; other plain text; the rest                 */
+    uint32_t *order;                   /* [n_vocab] tokens by slice, then by their bytes          */
+    uint32_t *at;                      /* [n_vocab + 1] bytes of a token: bytes[at[id] ...)       */
+    uint8_t *bytes;
+    uint64_t n_words;                  /* of a mask                                               */
+} rfi_gr_vocab;
+
+/* Well-formed UTF-8 without quotes, backslashes and control characters, as an automaton: from, bytes, to; state 0 is
+ * between two characters. The first three rows are ASCII's. Source: the Unicode Standard, table 3-7. */
+static const uint8_t rfi_gr_plain[][4] = {
+    {0, 0x20, 0x21, 0}, {0, 0x23, 0x5b, 0}, {0, 0x5d, 0x7e, 0}, {0, 0xc2, 0xdf, 1}, {0, 0xe0, 0xe0, 4},
+    {0, 0xe1, 0xec, 2}, {0, 0xed, 0xed, 5}, {0, 0xee, 0xef, 2}, {0, 0xf0, 0xf0, 6}, {0, 0xf1, 0xf3, 3},
+    {0, 0xf4, 0xf4, 7}, {1, 0x80, 0xbf, 0}, {2, 0x80, 0xbf, 1}, {3, 0x80, 0xbf, 2}, {4, 0xa0, 0xbf, 1},
+    {5, 0x80, 0x9f, 1}, {6, 0x90, 0xbf, 2}, {7, 0x80, 0x8f, 2}};
+#define RFI_GR_PLAIN_ROWS(slice) ((slice) == 0 ? 3u : RFI_COUNT(rfi_gr_plain))
+
+/* The bytes that a token adds to a text; none of control, unknown, unused and end tokens.
+ *   out  out  [>= the bytes of its spelling] */
+static uint32_t rfi_gr_token_bytes(const rf_tokenizer *t, uint32_t id, uint8_t *out) {
+    const rf_string s = t->text[id];
+    const unsigned char *p = (const unsigned char *)s.data;
+    const uint32_t type = rfi_token_type(t, id);
+    uint32_t n = 0;
+    if (type == RFI_TOKEN_CONTROL || type == RFI_TOKEN_UNKNOWN || type == RFI_TOKEN_UNUSED ||
+        t->attr[id] & RFI_TOKEN_END || s.len > 1024) return 0;
+    if (type == RFI_TOKEN_BYTE) return out[0] = (uint8_t)rfi_byte_token(s), 1;
+    for (uint64_t i = 0; i < s.len;) {
+        const rfi_char c = rfi_utf8(p + i, s.len - i);
+        const int byte = t->pre && !rfi_tok_is_raw(t) ? rfi_char_byte(c.cp) : c.cp == 0x2581 ? ' ' : -1;
+        if (byte >= 0 && type != RFI_TOKEN_USER && !c.is_bad) out[n++] = (uint8_t)byte;
+        else for (uint32_t k = 0; k < c.n_bytes; k++) out[n++] = p[i + k];
+        i += c.n_bytes;
+    }
+    return n > 255 ? 0 : n;
+}
+
+static uint32_t rfi_gr_slice_of(const uint8_t *p, uint32_t n) {
+    uint32_t state = 0, is_ascii = 1;
+    if (n > RFI_GR_SLICE_BYTES) return RFI_GR_SLICES - 1;
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t row = 0;
+        while (row < RFI_COUNT(rfi_gr_plain) && (rfi_gr_plain[row][0] != state || p[i] < rfi_gr_plain[row][1] ||
+                                                 p[i] > rfi_gr_plain[row][2])) row++;
+        if (row == RFI_COUNT(rfi_gr_plain)) return RFI_GR_SLICES - 1;
+        state = rfi_gr_plain[row][3];
+        is_ascii &= row < 3;
+    }
+    return state ? RFI_GR_SLICES - 1 : is_ascii ? 0 : 1;
+}
+
+static int rfi_gr_token_less(const rfi_gr_vocab *v, const uint8_t *slice, uint32_t a, uint32_t b) {
+    const uint32_t n_a = v->at[a + 1] - v->at[a], n_b = v->at[b + 1] - v->at[b];
+    if (slice[a] != slice[b]) return slice[a] < slice[b];
+    const int r = memcmp(v->bytes + v->at[a], v->bytes + v->at[b], n_a < n_b ? n_a : n_b);
+    return r ? r < 0 : n_a < n_b;
+}
+
+/* Merge sort, bottom up. */
+static void rfi_gr_sort(rfi_gr_vocab *v, const uint8_t *slice, uint32_t *scratch, uint32_t n) {
+    for (uint32_t width = 1; width < n; width *= 2) {
+        for (uint32_t from = 0; from < n; from += 2 * width) {
+            const uint32_t middle = (uint32_t)rfi_min_u64(n, (uint64_t)from + width);
+            const uint32_t end = (uint32_t)rfi_min_u64(n, (uint64_t)from + 2 * width);
+            for (uint32_t a = from, b = middle, i = from; i < end; i++)
+                scratch[i] = a < middle && (b == end || !rfi_gr_token_less(v, slice, v->order[b], v->order[a]))
+                                 ? v->order[a++] : v->order[b++];
+        }
+        memcpy(v->order, scratch, n * sizeof *scratch);
+    }
+}
+
+/* The tree of order[first .. last), of which each token has bytes. */
+static rf_result rfi_gr_tree_build(const rf_allocator *a, rfi_gr_vocab *v, rfi_gr_tree *tree, uint32_t first,
+                                   uint32_t last, rf_error *err) {
+    uint64_t most = 1;
+    uint32_t path[256] = {0}, n = 0, n_before = 0;
+    const uint8_t *before = NULL;
+    for (uint32_t i = first; i < last; i++) most += v->at[v->order[i] + 1] - v->at[v->order[i]];
+    tree->end = (uint32_t *)rfi_alloc(a, most + 1, 2 * sizeof *tree->end, "a vocabulary's prefixes", err);
+    tree->byte = (uint8_t *)rfi_alloc(a, most, 2, "a vocabulary's prefixes", err);
+    tree->mask = (uint64_t *)rfi_alloc(a, v->n_words, sizeof *tree->mask, "a token mask", err);
+    if (!tree->end || !tree->byte || !tree->mask) return RF_ERR_MEMORY;
+    tree->token = tree->end + most + 1, tree->depth = tree->byte + most;
+    for (uint32_t i = first; i < last; i++) {
+        const uint32_t id = v->order[i], n_bytes = v->at[id + 1] - v->at[id];
+        const uint8_t *p = v->bytes + v->at[id];
+        uint32_t same = 0;
+        while (same < n_before && same < n_bytes && p[same] == before[same]) same++;
+        for (uint32_t k = same; k < n_before; k++) tree->end[path[k]] = n;
+        for (uint32_t k = same; k < n_bytes; k++) {
+            path[k] = n;
+            tree->byte[n] = p[k], tree->depth[n] = (uint8_t)k, tree->token[n++] = i;
+        }
+        tree->mask[id / 64] |= (uint64_t)1 << id % 64;
+        before = p, n_before = n_bytes;
+    }
+    for (uint32_t k = 0; k < n_before; k++) tree->end[path[k]] = n;
+    tree->n = n, tree->end[n] = n, tree->token[n] = last;
+    return RF_OK;
+}
+
+static void rfi_gr_vocab_free(const rf_allocator *a, rfi_gr_vocab *v) {
+    if (!v) return;
+    for (int i = 0; i < RFI_GR_SLICES; i++)
+        rfi_free(a, v->slices[i].end), rfi_free(a, v->slices[i].byte), rfi_free(a, v->slices[i].mask);
+    rfi_free(a, v->order), rfi_free(a, v->at), rfi_free(a, v->bytes), rfi_free(a, v);
+}
+
+static rf_result rfi_gr_vocab_fill(const rf_tokenizer *t, rfi_gr_vocab *v, rf_error *err) {
+    const rf_allocator *a = &t->allocator;
+    uint64_t most = 2048;
+    uint32_t n = 0, first = 0;
+    for (uint32_t id = 0; id < t->n_vocab; id++) most += rfi_min_u64(t->text[id].len, 1024);
+    if (most > UINT32_MAX) return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "grammar: a vocabulary of 4 GiB");
+    v->n_words = ((uint64_t)t->n_vocab + 63) / 64;
+    v->order = (uint32_t *)rfi_alloc(a, t->n_vocab, 2 * sizeof *v->order, "a vocabulary's order", err);
+    v->at = (uint32_t *)rfi_alloc(a, (uint64_t)t->n_vocab + 1, sizeof *v->at, "a vocabulary's bytes", err);
+    v->bytes = (uint8_t *)rfi_alloc(a, most + t->n_vocab, 1, "a vocabulary's bytes", err);
+    if (!v->order || !v->at || !v->bytes) return RF_ERR_MEMORY;
+    uint8_t *slice = v->bytes + most;
+    for (uint32_t id = 0; id < t->n_vocab; id++) {
+        const uint32_t n_bytes = rfi_gr_token_bytes(t, id, v->bytes + v->at[id]);
+        v->at[id + 1] = v->at[id] + n_bytes;
+        slice[id] = (uint8_t)rfi_gr_slice_of(v->bytes + v->at[id], n_bytes);
+        if (n_bytes) v->order[n++] = id;
+    }
+    rfi_gr_sort(v, slice, v->order + t->n_vocab, n);
+    for (uint32_t s = 0; s < RFI_GR_SLICES; s++) {
+        uint32_t last = first;
+        while (last < n && slice[v->order[last]] == s) last++;
+        const rf_result r = rfi_gr_tree_build(a, v, &v->slices[s], first, last, err);
+        if (r != RF_OK) return r;
+        first = last;
+    }
+    return RF_OK;
+}
+
+/* The tokenizer's, built on first use; two threads may build it, and one stays. */
+static const rfi_gr_vocab *rfi_gr_vocab_of(rf_tokenizer *t, rf_error *err) {
+    rfi_gr_vocab *v = atomic_load(&t->grammar_vocab), *none = NULL;
+    if (v) return v;
+    v = (rfi_gr_vocab *)rfi_alloc(&t->allocator, 1, sizeof *v, "a vocabulary's prefixes", err);
+    if (!v) return NULL;
+    if (rfi_gr_vocab_fill(t, v, err) != RF_OK) return rfi_gr_vocab_free(&t->allocator, v), NULL;
+    if (atomic_compare_exchange_strong(&t->grammar_vocab, &none, v)) return v;
+    rfi_gr_vocab_free(&t->allocator, v);
+    return none;
+}
+
+/* ---- the automaton ---- */
+
+typedef struct rfi_gr_edge {
+    uint32_t from, to;
+    uint32_t what; /* RFI_GR_STEP, RFI_GR_CALL | rule, or first byte | last byte << 8 */
+} rfi_gr_edge;
+
+typedef struct rfi_gr_rule {
+    uint32_t start, end; /* states                                                */
+    uint32_t is_defined;
+    uint32_t where;      /* byte of the source where it was first named           */
+    rfi_value name;
+} rfi_gr_rule;
+
+enum { RFI_GR_END = 1, RFI_GR_RETURNS = 2, RFI_GR_NULLABLE = 4, RFI_GR_FINITE = 8 }; /* of states */
+
+/* A growing array. */
+typedef struct rfi_gr_pool {
+    void *items;
+    uint32_t n, capacity, element_bytes;
+} rfi_gr_pool;
+
+/* Distinct sequences of numbers, by index: key k is words[at[k] .. at[k + 1]). */
+typedef struct rfi_gr_table {
+    rfi_gr_pool words, at; /* uint32_t */
+    uint32_t *slots;       /* [n_slots] index + 1; 0: free */
+    uint32_t n_slots;
+} rfi_gr_table;
+
+typedef struct rfi_gr_mask {
+    uint64_t *bits;
+    uint32_t set, is_used; /* is_used: since the clock's hand passed */
+} rfi_gr_mask;
+
+struct rf_grammar {
+    rf_grammar_desc desc;
+    rf_tokenizer *t;            /* not const: it counts its users                         */
+    const rfi_gr_vocab *vocab;
+    rf_error *err;              /* of the running call; never NULL then                   */
+    uint64_t n_bytes, n_steps;
+    rfi_gr_pool flags;          /* uint8_t by state                                       */
+    rfi_gr_pool edges;          /* by state, once compiled: first[state] ...              */
+    rfi_gr_pool first;          /* uint32_t                                               */
+    rfi_gr_pool rules;
+    rfi_gr_pool ranges;         /* of a class that is being read: first, last character   */
+    uint8_t class_of[256], byte_of[256]; /* bytes that no edge tells apart are a class    */
+    uint32_t n_classes;
+    rfi_gr_table nodes;         /* stacks: {position, stack below}; 0 is the empty one    */
+    rfi_gr_table sets;          /* {1 if complete, then position and stack by turns}; 0: no way on */
+    rfi_gr_table work;          /* configurations of the set that is being made           */
+    rfi_gr_pool next;           /* uint32_t [n_sets][n_classes], RFI_GR_NONE: not known   */
+    rfi_gr_pool mask_of;        /* uint32_t by set: index in masks, RFI_GR_NONE: not known */
+    rfi_gr_pool masks, key;
+    uint32_t hand, start;       /* of the clock that evicts masks; the set before any text */
+    uint32_t n_live;            /* sets after the last collection                         */
+    struct rf_grammar_matcher *matchers;
+};
+
+struct rf_grammar_matcher {
+    rf_grammar *g;
+    rf_grammar_matcher *next;   /* of the grammar                                         */
+    uint32_t *past;             /* [max_rollback + 1] ring of sets; past[n % ...] is now  */
+    uint32_t max_rollback;
+    uint64_t n, n_past;         /* tokens accepted; that can be taken back                */
+    int32_t opener;             /* may come before the text and is none of it (rf_answer_guide), -1: none */
+    int is_opened;              /* 1: it came                                             */
+};
+
+#define RFI_GR_U32(pool) ((uint32_t *)(pool).items)
+#define RFI_GR_FLAGS(g) ((uint8_t *)(g)->flags.items)
+#define RFI_GR_EDGES(g) ((rfi_gr_edge *)(g)->edges.items)
+#define RFI_GR_RULES(g) ((rfi_gr_rule *)(g)->rules.items)
+#define RFI_GR_MASKS(g) ((rfi_gr_mask *)(g)->masks.items)
+
+static int rfi_gr_failed(const rf_grammar *g) { return g->err->code != RF_OK; }
+
+static int rfi_gr_spend(rf_grammar *g, uint64_t n) {
+    g->n_steps += n;
+    if (g->n_steps > g->desc.max_steps && !rfi_gr_failed(g))
+        rfi_fail(g->err, RF_ERR_UNSUPPORTED, 0, "grammar: more than %llu steps (rf_grammar_desc.max_steps)",
+                 RFI_LLU(g->desc.max_steps));
+    return !rfi_gr_failed(g);
+}
+
+/* Memory that counts; NULL after a failure. */
+static void *rfi_gr_alloc(rf_grammar *g, uint64_t n, uint64_t element_bytes) {
+    const uint64_t bytes = n * element_bytes; /* of counts below 2^32 and small elements */
+    if (rfi_gr_failed(g)) return NULL;
+    if (bytes > g->desc.max_memory || g->n_bytes > g->desc.max_memory - bytes)
+        return rfi_fail(g->err, RF_ERR_MEMORY, 0, "grammar: wants more than %llu bytes (rf_grammar_desc.max_memory)",
+                        RFI_LLU(g->desc.max_memory)), NULL;
+    void *p = rfi_alloc(&g->desc.allocator, n, element_bytes, "a grammar", g->err);
+    if (p) g->n_bytes += bytes;
+    return p;
+}
+
+/* Room for n more items; 0 after a failure. */
+static int rfi_gr_reserve(rf_grammar *g, rfi_gr_pool *pool, uint32_t n) {
+    const uint64_t want = (uint64_t)pool->n + n, capacity = rfi_max_u64(want, 2 * (uint64_t)pool->capacity);
+    if (want <= pool->capacity) return !rfi_gr_failed(g);
+    if (capacity >= UINT32_MAX / 2) return rfi_gr_alloc(g, UINT64_MAX >> 8, 1) != NULL; /* fails */
+    void *items = rfi_gr_alloc(g, capacity, pool->element_bytes);
+    if (!items) return 0;
+    if (pool->n) memcpy(items, pool->items, (size_t)pool->n * pool->element_bytes);
+    g->n_bytes -= (uint64_t)pool->capacity * pool->element_bytes;
+    rfi_free(&g->desc.allocator, pool->items);
+    pool->items = items, pool->capacity = (uint32_t)capacity;
+    return 1;
+}
+
+static void rfi_gr_push(rf_grammar *g, rfi_gr_pool *pool, uint32_t value) {
+    if (rfi_gr_reserve(g, pool, 1)) RFI_GR_U32(*pool)[pool->n++] = value;
+}
+
+/* ---- tables of distinct keys ---- */
+
+static void rfi_gr_table_clear(rfi_gr_table *t) {
+    t->words.n = t->at.n = 0;
+    if (t->slots) memset(t->slots, 0, t->n_slots * sizeof *t->slots);
+}
+static uint32_t rfi_gr_count(const rfi_gr_table *t) { return t->at.n; }
+static const uint32_t *rfi_gr_key(const rfi_gr_table *t, uint32_t k, uint32_t *n) {
+    const uint32_t *at = RFI_GR_U32(t->at);
+    *n = (k + 1 < t->at.n ? at[k + 1] : t->words.n) - at[k];
+    return RFI_GR_U32(t->words) + at[k];
+}
+
+/* Where the key stands, or would. */
+static uint32_t rfi_gr_slot(const rfi_gr_table *t, const uint32_t *key, uint32_t n) {
+    uint32_t i = (uint32_t)rfi_hash(key, n * sizeof *key, 0) & (t->n_slots - 1), n_other = 0;
+    for (; t->slots[i]; i = (i + 1) & (t->n_slots - 1)) {
+        const uint32_t *other = rfi_gr_key(t, t->slots[i] - 1, &n_other);
+        if (n_other == n && memcmp(other, key, n * sizeof *key) == 0) break;
+    }
+    return i;
+}
+
+static int rfi_gr_rehash(rf_grammar *g, rfi_gr_table *t, uint32_t n_slots) {
+    if (n_slots > t->n_slots) {
+        uint32_t *slots = (uint32_t *)rfi_gr_alloc(g, n_slots, sizeof *slots);
+        if (!slots) return 0;
+        g->n_bytes -= (uint64_t)t->n_slots * sizeof *slots;
+        rfi_free(&g->desc.allocator, t->slots);
+        t->slots = slots, t->n_slots = n_slots;
+    }
+    memset(t->slots, 0, t->n_slots * sizeof *t->slots);
+    for (uint32_t k = 0, n; k < rfi_gr_count(t); k++) {
+        const uint32_t *key = rfi_gr_key(t, k, &n);
+        t->slots[rfi_gr_slot(t, key, n)] = k + 1;
+    }
+    return 1;
+}
+
+/* The key's index; a new one is added. 0 after a failure. */
+static uint32_t rfi_gr_intern(rf_grammar *g, rfi_gr_table *t, const uint32_t *key, uint32_t n) {
+    if (2 * (rfi_gr_count(t) + 1) > t->n_slots && !rfi_gr_rehash(g, t, t->n_slots ? 2 * t->n_slots : 64)) return 0;
+    const uint32_t slot = rfi_gr_slot(t, key, n);
+    if (t->slots[slot]) return t->slots[slot] - 1;
+    if (!rfi_gr_reserve(g, &t->words, n) || !rfi_gr_reserve(g, &t->at, 1)) return 0;
+    RFI_GR_U32(t->at)[t->at.n++] = t->words.n;
+    memcpy(RFI_GR_U32(t->words) + t->words.n, key, n * sizeof *key);
+    t->words.n += n;
+    return (t->slots[slot] = t->at.n) - 1;
+}
+
+/* ---- states of a text ---- */
+
+static void rfi_gr_visit(rf_grammar *g, uint32_t position, uint32_t node) {
+    const uint32_t key[2] = {position, node};
+    rfi_gr_intern(g, &g->work, key, 2);
+}
+
+/* Order configurations, so that equal sets have equal keys. */
+static void rfi_gr_order(rf_grammar *g, uint32_t *key, uint32_t n) {
+    for (uint32_t i = 1; i < n; i++) {
+        const uint32_t a = key[2 * i], b = key[2 * i + 1];
+        uint32_t k = i;
+        for (; k > 0 && (key[2 * k - 2] > a || (key[2 * k - 2] == a && key[2 * k - 1] > b)); k--)
+            key[2 * k] = key[2 * k - 2], key[2 * k + 1] = key[2 * k - 1];
+        key[2 * k] = a, key[2 * k + 1] = b;
+        if (!rfi_gr_spend(g, (i - k) / 4)) return;
+    }
+}
+
+/* The set that the configurations in work lead to: follow calls, returns and edges that read nothing; keep those from
+ * which bytes are read. 0 after a failure. */
+static uint32_t rfi_gr_close(rf_grammar *g) {
+    const uint8_t *flags = RFI_GR_FLAGS(g);
+    const rfi_gr_edge *edges = RFI_GR_EDGES(g);
+    const uint32_t *first = RFI_GR_U32(g->first);
+    g->key.n = 0;
+    rfi_gr_push(g, &g->key, 0);
+    for (uint32_t i = 0; i < rfi_gr_count(&g->work) && rfi_gr_spend(g, 1); i++) {
+        const uint32_t at = RFI_GR_U32(g->work.words)[2 * i], node = RFI_GR_U32(g->work.words)[2 * i + 1];
+        int reads = 0;
+        if (flags[at] & RFI_GR_END) {
+            const uint32_t *below = RFI_GR_U32(g->nodes.words) + 2 * (size_t)node;
+            if (node) rfi_gr_visit(g, below[0], below[1]);
+            else RFI_GR_U32(g->key)[0] = 1;
+        }
+        for (uint32_t e = first[at]; e < first[at + 1] && rfi_gr_spend(g, 1); e++) {
+            const uint32_t what = edges[e].what, to = edges[e].to, push[2] = {to, node};
+            if (what == RFI_GR_STEP) rfi_gr_visit(g, to, node);
+            else if (what & RFI_GR_CALL)
+                rfi_gr_visit(g, RFI_GR_RULES(g)[what & ~RFI_GR_CALL].start,
+                             flags[to] & RFI_GR_RETURNS ? node : rfi_gr_intern(g, &g->nodes, push, 2));
+            else reads = 1;
+        }
+        if (reads) rfi_gr_push(g, &g->key, at), rfi_gr_push(g, &g->key, node);
+        if (g->key.n > 2 * RFI_GR_SET_MAX && !rfi_gr_failed(g))
+            rfi_fail(g->err, RF_ERR_UNSUPPORTED, 0, "grammar: more than %d ways to read a text", RFI_GR_SET_MAX);
+    }
+    if (rfi_gr_failed(g)) return 0;
+    const uint32_t n_sets = rfi_gr_count(&g->sets);
+    if (!rfi_gr_reserve(g, &g->next, g->n_classes) || !rfi_gr_reserve(g, &g->mask_of, 1)) return 0;
+    rfi_gr_order(g, RFI_GR_U32(g->key) + 1, g->key.n / 2);
+    const uint32_t set = rfi_gr_intern(g, &g->sets, RFI_GR_U32(g->key), g->key.n);
+    if (set < n_sets || rfi_gr_failed(g)) return set < n_sets ? set : 0;
+    for (uint32_t i = 0; i < g->n_classes; i++) RFI_GR_U32(g->next)[g->next.n++] = RFI_GR_NONE;
+    RFI_GR_U32(g->mask_of)[g->mask_of.n++] = RFI_GR_NONE;
+    return set;
+}
+
+/* Where a class of bytes leads; 0: nowhere, or a failure. */
+static uint32_t rfi_gr_follow(rf_grammar *g, uint32_t set, uint32_t class) {
+    uint32_t n;
+    const uint32_t known = RFI_GR_U32(g->next)[(size_t)set * g->n_classes + class];
+    if (known != RFI_GR_NONE) return known;
+    const uint32_t *key = rfi_gr_key(&g->sets, set, &n), byte = g->byte_of[class], *first = RFI_GR_U32(g->first);
+    rfi_gr_table_clear(&g->work);
+    for (uint32_t i = 1; i < n; i += 2)
+        for (uint32_t e = first[key[i]]; e < first[key[i] + 1] && rfi_gr_spend(g, 1); e++) {
+            const rfi_gr_edge *edge = &RFI_GR_EDGES(g)[e];
+            if (!(edge->what & RFI_GR_CALL) && byte >= (edge->what & 255) && byte <= edge->what >> 8)
+                rfi_gr_visit(g, edge->to, key[i + 1]);
+        }
+    const uint32_t to = rfi_gr_close(g);
+    if (rfi_gr_failed(g)) return 0;
+    return RFI_GR_U32(g->next)[(size_t)set * g->n_classes + class] = to;
+}
+
+/* ---- masks ---- */
+
+/* Does the set take every text of a slice's kind? 0 also if that takes long to see. */
+static int rfi_gr_takes(rf_grammar *g, uint32_t set, uint32_t slice) {
+    enum { MOST = 96 };
+    uint32_t pairs[MOST][2] = {{set, 0}}, n = 1, n_level = 1;
+    for (uint32_t i = 0, depth = 0; i < n && depth < RFI_GR_SLICE_BYTES; i++) {
+        if (i == n_level) n_level = n, depth++;
+        for (uint32_t class = 0; class < g->n_classes; class++)
+            for (uint32_t row = 0; row < RFI_GR_PLAIN_ROWS(slice); row++) {
+                const uint8_t *plain = rfi_gr_plain[row], byte = g->byte_of[class];
+                if (plain[0] != pairs[i][1] || byte < plain[1] || byte > plain[2]) continue;
+                const uint32_t to = rfi_gr_follow(g, pairs[i][0], class);
+                uint32_t k = 0;
+                while (k < n && (pairs[k][0] != to || pairs[k][1] != plain[3])) k++;
+                if (to == 0 || k == MOST) return 0;
+                if (k == n) pairs[n][0] = to, pairs[n++][1] = plain[3];
+            }
+    }
+    return 1;
+}
+
+/* Add the tokens of a tree that the set takes. */
+static void rfi_gr_walk(rf_grammar *g, uint32_t set, const rfi_gr_tree *tree, uint64_t *mask) {
+    const uint32_t *order = g->vocab->order, n_classes = g->n_classes, *next = RFI_GR_U32(g->next);
+    uint32_t path[256] = {set};
+    for (uint32_t i = 0; i < tree->n;) {
+        const uint32_t from = path[tree->depth[i]], class = g->class_of[tree->byte[i]];
+        uint32_t to = next[(size_t)from * n_classes + class];
+        if (to == RFI_GR_NONE) {
+            to = rfi_gr_follow(g, from, class);
+            next = RFI_GR_U32(g->next); /* it may have moved */
+            if (rfi_gr_failed(g)) return;
+        }
+        if (to == 0) {
+            i = tree->end[i];
+            continue;
+        }
+        path[tree->depth[i] + 1] = to;
+        for (uint32_t k = tree->token[i]; k < tree->token[i + 1]; k++)
+            mask[order[k] / 64] |= (uint64_t)1 << order[k] % 64;
+        i++;
+    }
+}
+
+/* A place for a mask: a new one while memory lasts, then that of a mask that was not used for a while. */
+static uint32_t rfi_gr_mask_place(rf_grammar *g) {
+    const uint64_t bytes = g->vocab->n_words * sizeof(uint64_t);
+    rfi_gr_mask *masks = RFI_GR_MASKS(g);
+    if (g->masks.n == 0 || (g->masks.n + 1) * bytes <= g->desc.max_memory / 2) {
+        if (!rfi_gr_reserve(g, &g->masks, 1)) return RFI_GR_NONE;
+        uint64_t *bits = (uint64_t *)rfi_gr_alloc(g, g->vocab->n_words, sizeof *bits);
+        if (!bits) return RFI_GR_NONE;
+        RFI_GR_MASKS(g)[g->masks.n] = (rfi_gr_mask){.bits = bits, .set = RFI_GR_NONE};
+        return g->masks.n++;
+    }
+    while (masks[g->hand].is_used) masks[g->hand].is_used = 0, g->hand = (g->hand + 1) % g->masks.n;
+    if (masks[g->hand].set != RFI_GR_NONE) RFI_GR_U32(g->mask_of)[masks[g->hand].set] = RFI_GR_NONE;
+    masks[g->hand].set = RFI_GR_NONE;
+    return g->hand;
+}
+
+/* NULL after a failure. */
+static const uint64_t *rfi_gr_mask_get(rf_grammar *g, uint32_t set) {
+    uint32_t place = RFI_GR_U32(g->mask_of)[set], n;
+    if (place == RFI_GR_NONE) {
+        if ((place = rfi_gr_mask_place(g)) == RFI_GR_NONE) return NULL;
+        uint64_t *bits = RFI_GR_MASKS(g)[place].bits;
+        memset(bits, 0, g->vocab->n_words * sizeof *bits);
+        for (uint32_t s = 0; s < RFI_GR_SLICES && !rfi_gr_failed(g); s++) {
+            const rfi_gr_tree *tree = &g->vocab->slices[s];
+            if (s + 1 == RFI_GR_SLICES || !rfi_gr_takes(g, set, s)) rfi_gr_walk(g, set, tree, bits);
+            else for (uint64_t w = 0; w < g->vocab->n_words; w++) bits[w] |= tree->mask[w];
+        }
+        for (uint32_t id = 0; rfi_gr_key(&g->sets, set, &n)[0] && id < g->t->n_vocab; id++)
+            if (g->t->attr[id] & RFI_TOKEN_END) bits[id / 64] |= (uint64_t)1 << id % 64;
+        if (rfi_gr_failed(g)) return NULL;
+        RFI_GR_MASKS(g)[place].set = set;
+        RFI_GR_U32(g->mask_of)[set] = place;
+    }
+    RFI_GR_MASKS(g)[place].is_used = 1;
+    return RFI_GR_MASKS(g)[place].bits;
+}
+
+/* ---- collection ---- */
+
+/* Keep what `keep` marks, in order; keep[k] becomes the new index. */
+static void rfi_gr_compact(rfi_gr_table *t, uint32_t *keep) {
+    uint32_t *words = RFI_GR_U32(t->words), *at = RFI_GR_U32(t->at), n_words = 0, n = 0;
+    const uint32_t count = rfi_gr_count(t);
+    for (uint32_t k = 0, from = 0; k < count; k++) {
+        const uint32_t end = k + 1 < count ? at[k + 1] : t->words.n;
+        if (keep[k]) {
+            memmove(words + n_words, words + from, (end - from) * sizeof *words);
+            at[n] = n_words, n_words += end - from, keep[k] = n++;
+        }
+        from = end;
+    }
+    t->words.n = n_words, t->at.n = n;
+}
+
+/* Forget the sets and stacks that no matcher is in. Indices of what lies below are smaller: one pass down marks, one up
+ * renumbers. */
+static void rfi_gr_collect(rf_grammar *g) {
+    const uint32_t n_sets = rfi_gr_count(&g->sets), n_nodes = rfi_gr_count(&g->nodes);
+    uint32_t *sets = (uint32_t *)rfi_alloc(&g->desc.allocator, n_sets, sizeof *sets, "a grammar's sets", g->err);
+    uint32_t *nodes = (uint32_t *)rfi_alloc(&g->desc.allocator, n_nodes, sizeof *nodes, "a grammar's stacks", g->err);
+    if (sets && nodes) {
+        uint32_t n;
+        sets[0] = sets[g->start] = nodes[0] = 1;
+        for (rf_grammar_matcher *m = g->matchers; m; m = m->next)
+            for (uint64_t i = 0; i <= m->n_past; i++) sets[m->past[(m->n - i) % (m->max_rollback + 1)]] = 1;
+        for (uint32_t s = 0; s < n_sets; s++) {
+            const uint32_t *key = rfi_gr_key(&g->sets, s, &n);
+            for (uint32_t i = 1; sets[s] && i < n; i += 2) nodes[key[i + 1]] = 1;
+        }
+        uint32_t *words = RFI_GR_U32(g->nodes.words);
+        for (uint32_t k = n_nodes; k-- > 1;)
+            if (nodes[k]) nodes[words[2 * k + 1]] = 1;
+        rfi_gr_compact(&g->nodes, nodes);
+        rfi_gr_compact(&g->sets, sets);
+        for (uint32_t k = 1; k < rfi_gr_count(&g->nodes); k++) words[2 * k + 1] = nodes[words[2 * k + 1]];
+        for (uint32_t s = 0; s < rfi_gr_count(&g->sets); s++) {
+            uint32_t *key = (uint32_t *)(uintptr_t)rfi_gr_key(&g->sets, s, &n);
+            for (uint32_t i = 1; i < n; i += 2) key[i + 1] = nodes[key[i + 1]];
+        }
+        for (rf_grammar_matcher *m = g->matchers; m; m = m->next)
+            for (uint64_t i = 0; i <= m->n_past; i++) {
+                uint32_t *past = &m->past[(m->n - i) % (m->max_rollback + 1)];
+                *past = sets[*past];
+            }
+        g->start = sets[g->start];
+        rfi_gr_rehash(g, &g->nodes, 0), rfi_gr_rehash(g, &g->sets, 0);
+        g->n_live = g->mask_of.n = rfi_gr_count(&g->sets);
+        g->next.n = g->n_live * g->n_classes;
+        memset(g->next.items, 0xff, g->next.n * sizeof(uint32_t));
+        memset(g->mask_of.items, 0xff, g->mask_of.n * sizeof(uint32_t));
+        for (uint32_t i = 0; i < g->masks.n; i++) RFI_GR_MASKS(g)[i].set = RFI_GR_NONE, RFI_GR_MASKS(g)[i].is_used = 0;
+    }
+    rfi_free(&g->desc.allocator, sets), rfi_free(&g->desc.allocator, nodes);
+}
+
+/* A call on the grammar begins. */
+static void rfi_gr_begin(rf_grammar *g, rf_error *err) {
+    g->err = err, g->n_steps = 0;
+    if (g->n_bytes > g->desc.max_memory / 2 && rfi_gr_count(&g->sets) > 2 * g->n_live + 256) rfi_gr_collect(g);
+}
+
+/* ---- building the automaton ---- */
+
+/* A piece of the automaton that reads some texts. Nothing leads to its start or leaves its end, until it is joined. */
+typedef struct rfi_gr_part {
+    uint32_t start, end;
+} rfi_gr_part;
+
+static uint32_t rfi_gr_state(rf_grammar *g) {
+    if (!rfi_gr_spend(g, 1) || !rfi_gr_reserve(g, &g->flags, 1)) return 0;
+    RFI_GR_FLAGS(g)[g->flags.n] = 0;
+    return g->flags.n++;
+}
+
+static void rfi_gr_edge_add(rf_grammar *g, uint32_t from, uint32_t to, uint32_t what) {
+    if (rfi_gr_reserve(g, &g->edges, 1)) RFI_GR_EDGES(g)[g->edges.n++] = (rfi_gr_edge){from, to, what};
+}
+static void rfi_gr_join(rf_grammar *g, uint32_t from, uint32_t to) { rfi_gr_edge_add(g, from, to, RFI_GR_STEP); }
+
+static rfi_gr_part rfi_gr_part_new(rf_grammar *g) {
+    const uint32_t start = rfi_gr_state(g);
+    return (rfi_gr_part){start, rfi_gr_state(g)};
+}
+
+/* Go on from a state with a piece, or with what reads bytes lo to hi, or a rule; returns where that ends. */
+static uint32_t rfi_gr_then(rf_grammar *g, uint32_t from, rfi_gr_part part) {
+    rfi_gr_join(g, from, part.start);
+    return part.end;
+}
+static uint32_t rfi_gr_then_bytes(rf_grammar *g, uint32_t from, uint32_t lo, uint32_t hi) {
+    const uint32_t to = rfi_gr_state(g);
+    rfi_gr_edge_add(g, from, to, lo | hi << 8);
+    return to;
+}
+static uint32_t rfi_gr_then_text(rf_grammar *g, uint32_t from, const char *text) {
+    for (; *text; text++) from = rfi_gr_then_bytes(g, from, (uint8_t)*text, (uint8_t)*text);
+    return from;
+}
+static uint32_t rfi_gr_then_call(rf_grammar *g, uint32_t from, uint32_t rule) {
+    const uint32_t to = rfi_gr_state(g);
+    rfi_gr_edge_add(g, from, to, RFI_GR_CALL | rule);
+    return to;
+}
+
+static uint32_t rfi_gr_rule_add(rf_grammar *g, rfi_gr_part part, uint32_t is_defined) {
+    if (!rfi_gr_reserve(g, &g->rules, 1)) return 0;
+    RFI_GR_RULES(g)[g->rules.n] = (rfi_gr_rule){.start = part.start, .end = part.end, .is_defined = is_defined};
+    if (g->flags.n) RFI_GR_FLAGS(g)[part.end] |= RFI_GR_END;
+    return g->rules.n++;
+}
+
+/* A piece, min to max times (RFI_GR_NONE: any number). A text of `between` stands between two. */
+static rfi_gr_part rfi_gr_repeat(rf_grammar *g, rfi_gr_part part, uint32_t min, uint32_t max, const char *between) {
+    const rfi_gr_part all = rfi_gr_part_new(g);
+    const uint32_t rule = rfi_gr_rule_add(g, part, 1), most = max == RFI_GR_NONE ? (min ? min : 1) : max;
+    uint32_t at = all.start;
+    for (uint32_t i = 0; i < most && !rfi_gr_failed(g); i++) {
+        if (i >= min) rfi_gr_join(g, at, all.end);
+        const uint32_t before = i ? rfi_gr_then_text(g, at, between) : at;
+        at = rfi_gr_then_call(g, before, rule);
+    }
+    if (max == RFI_GR_NONE)
+        rfi_gr_edge_add(g, rfi_gr_then_text(g, at, between), at, RFI_GR_CALL | rule);
+    rfi_gr_join(g, at, all.end);
+    return all;
+}
+
+/* Characters lo to hi, of one length in UTF-8: byte by byte, where a byte's range is whole below it. */
+static void rfi_gr_utf8(rf_grammar *g, rfi_gr_part part, uint32_t lo, uint32_t hi) {
+    char a[4], b[4];
+    for (uint32_t bits = 6; bits <= 18; bits += 6) {
+        const uint32_t low = (1u << bits) - 1;
+        if (lo < 0x80 || (lo & ~low) == (hi & ~low)) continue;
+        const uint32_t cut = (lo & low) ? lo | low : (hi & low) != low ? (hi & ~low) - 1 : hi;
+        if (cut == hi) continue;
+        rfi_gr_utf8(g, part, lo, cut);
+        rfi_gr_utf8(g, part, cut + 1, hi);
+        return;
+    }
+    const uint32_t n = rfi_put_utf8(lo, a);
+    rfi_put_utf8(hi, b);
+    for (uint32_t i = 0; i + 1 < n; i++) part.start = rfi_gr_then_bytes(g, part.start, (uint8_t)a[i], (uint8_t)b[i]);
+    rfi_gr_edge_add(g, part.start, part.end, (uint8_t)a[n - 1] | (uint32_t)(uint8_t)b[n - 1] << 8);
+}
+
+/* Characters lo to hi; in a JSON string those that it cannot hold as they are come escaped. */
+static void rfi_gr_range(rf_grammar *g, rfi_gr_part part, uint32_t lo, uint32_t hi, int in_json) {
+    static const uint32_t ends[] = {0x1f, 0x21, 0x22, 0x5b, 0x5c, 0x7f, 0x7ff, 0xd7ff, 0xdfff, 0xffff, 0x10ffff};
+    static const char names[] = "\"\\\b\f\n\r\t", letters[] = "\"\\bfnrt";
+    char text[8];
+    for (uint32_t i = in_json ? 0 : 5; i < RFI_COUNT(ends) && lo <= hi; i++) {
+        if (lo > ends[i]) continue;
+        const uint32_t last = hi < ends[i] ? hi : ends[i];
+        if (in_json && (last <= 0x1f || last == 0x22 || last == 0x5c))
+            for (uint32_t c = lo; c <= last; c++) {
+                const char *name = c ? strchr(names, (int)c) : NULL;
+                if (name) snprintf(text, sizeof text, "\\%c", letters[name - names]);
+                else snprintf(text, sizeof text, "\\u%04x", c & 31);
+                rfi_gr_join(g, rfi_gr_then_text(g, part.start, text), part.end);
+            }
+        else if (lo < 0xd800 || lo > 0xdfff) rfi_gr_utf8(g, part, lo, last);
+        lo = last + 1;
+    }
+}
+
+/* The characters of g->ranges, or all others. */
+static rfi_gr_part rfi_gr_class(rf_grammar *g, int is_negated, int in_json) {
+    const rfi_gr_part part = rfi_gr_part_new(g);
+    uint32_t *r = RFI_GR_U32(g->ranges), n = g->ranges.n / 2, from = 0;
+    rfi_gr_order(g, r, n);
+    for (uint32_t i = 0; i < n && rfi_gr_spend(g, 1); i++) {
+        if (!is_negated && r[2 * i + 1] >= from)
+            rfi_gr_range(g, part, r[2 * i] > from ? r[2 * i] : from, r[2 * i + 1], in_json);
+        if (is_negated && r[2 * i] > from) rfi_gr_range(g, part, from, r[2 * i] - 1, in_json);
+        if (r[2 * i + 1] >= from) from = r[2 * i + 1] + 1;
+    }
+    if (is_negated && from <= 0x10ffff) rfi_gr_range(g, part, from, 0x10ffff, in_json);
+    g->ranges.n = 0;
+    return part;
+}
+static void rfi_gr_class_add(rf_grammar *g, uint32_t lo, uint32_t hi) {
+    rfi_gr_push(g, &g->ranges, lo), rfi_gr_push(g, &g->ranges, hi);
+}
+
+/* ---- reading GBNF and patterns ---- */
+
+/* Both have groups, classes, | and counts. GBNF has rules and quotes its literals; a pattern is a regular expression of
+ * ECMA-262, and reads the text of a JSON string. */
+typedef struct rfi_gr_reader {
+    rf_grammar *g;
+    rfi_values *m;
+    rfi_dict *names;       /* of rules: their indices */
+    const char *start, *p, *end;
+    const char *pattern;   /* where the pattern stands; NULL: GBNF */
+    uint32_t depth;
+} rfi_gr_reader;
+
+/* Fail at `at`. */
+static rfi_gr_part rfi_gr_wrong(rfi_gr_reader *r, rf_result code, const char *at, const char *want) {
+    uint32_t line = 1, column = 1;
+    char found[8] = "the end";
+    if (rfi_gr_failed(r->g)) return (rfi_gr_part){0, 0};
+    if (at < r->end) snprintf(found, sizeof found, "'%c'", *at);
+    for (const char *p = r->start; p < at; p++) {
+        if (*p == '\n') line++, column = 0;
+        column += (*p & 0xc0) != 0x80;
+    }
+    if (r->pattern) rfi_fail(r->g->err, code, column, "JSON schema: %s: character %u: %s, found %s", r->pattern, column,
+                             want, found);
+    else rfi_fail(r->g->err, code, line, "grammar: line %u, column %u: %s, found %s", line, column, want, found);
+    return (rfi_gr_part){0, 0};
+}
+
+static int rfi_gr_at(const rfi_gr_reader *r, const char *any) {
+    return r->p < r->end && *r->p && strchr(any, *r->p) != NULL;
+}
+static int rfi_gr_take(rfi_gr_reader *r, char c) {
+    if (r->p == r->end || *r->p != c) return 0;
+    r->p++;
+    return 1;
+}
+
+/* White space and comments of GBNF. A rule ends with its line, outside groups and before a |. */
+static void rfi_gr_space(rfi_gr_reader *r, int lines) {
+    for (; !r->pattern && rfi_gr_at(r, lines ? " \t\r\n#" : " \t#"); r->p++)
+        if (*r->p == '#') while (r->p + 1 < r->end && r->p[1] != '\n' && r->p[1] != '\r') r->p++;
+}
+
+static uint32_t rfi_gr_hex(rfi_gr_reader *r, uint32_t n) {
+    uint32_t v = 0;
+    for (uint32_t i = 0; i < n; i++, r->p++) {
+        const int c = r->p < r->end ? *r->p | 32 : 0;
+        if (!((c >= '0' && c <= '9' && *r->p == c) || (c >= 'a' && c <= 'f')))
+            return rfi_gr_wrong(r, RF_ERR_FORMAT, r->p, "want a hexadecimal digit"), 0;
+        v = v << 4 | (uint32_t)(c <= '9' ? c - '0' : c - 'a' + 10);
+    }
+    if (v > 0x10ffff || v >> 11 == 0x1b)
+        rfi_gr_wrong(r, RF_ERR_UNSUPPORTED, r->p, "want a character of Unicode, no surrogate");
+    return v;
+}
+
+/* \d, \w and \s, and capitals for what they are not. They may stand in a class. */
+static int rfi_gr_set_escape(rfi_gr_reader *r) {
+    static const uint32_t sets[][22] = {
+        {2, '0', '9'}, {8, '0', '9', 'A', 'Z', '_', '_', 'a', 'z'},
+        {20, 9, 13, 32, 32, 0xa0, 0xa0, 0x1680, 0x1680, 0x2000, 0x200a, 0x2028, 0x2029, 0x202f, 0x202f, 0x205f, 0x205f,
+         0x3000, 0x3000, 0xfeff, 0xfeff}};
+    if (r->end - r->p < 2 || *r->p != '\\' || !r->p[1] || !strchr("dwsDWS", r->p[1])) return 0;
+    const char c = r->p[1];
+    const uint32_t *set = sets[(c | 32) == 'd' ? 0 : (c | 32) == 'w' ? 1 : 2];
+    r->p += 2;
+    uint32_t from = 0;
+    for (uint32_t i = 1; i <= set[0]; i += 2) {
+        if (c >= 'a') rfi_gr_class_add(r->g, set[i], set[i + 1]);
+        else if (set[i] > from) rfi_gr_class_add(r->g, from, set[i] - 1);
+        from = set[i + 1] + 1;
+    }
+    if (c < 'a') rfi_gr_class_add(r->g, from, 0x10ffff);
+    return 1;
+}
+
+/* A character, which may be escaped. */
+static uint32_t rfi_gr_char(rfi_gr_reader *r) {
+    static const char names[] = "nrtfv0", bytes[] = "\n\r\t\f\v";
+    const char *from = r->p;
+    if (r->p == r->end) return rfi_gr_wrong(r, RF_ERR_FORMAT, r->p, "want a character"), 0;
+    if (*r->p != '\\') {
+        const rfi_char c = rfi_utf8((const unsigned char *)r->p, (uint64_t)(r->end - r->p));
+        if (c.is_bad || c.cp >> 11 == 0x1b) rfi_gr_wrong(r, RF_ERR_FORMAT, r->p, "want well-formed UTF-8");
+        r->p += c.n_bytes;
+        return c.cp;
+    }
+    r->p++;
+    const char c = r->p < r->end ? *r->p++ : 0;
+    const char *name = c ? strchr(names, c) : NULL;
+    if (c == 'x' || c == 'u' || (c == 'U' && !r->pattern)) return rfi_gr_hex(r, c == 'x' ? 2 : c == 'u' ? 4 : 8);
+    if (name && (r->pattern || name - names < 3)) return (uint8_t)bytes[name - names];
+    if (c && strchr(r->pattern ? "^$\\.*+?()[]{}|/-\"'#&,:;<=>@_`~!% " : "\"[]\\-^", c)) return (uint8_t)c;
+    return rfi_gr_wrong(r, RF_ERR_UNSUPPORTED, from, "want an escape that is supported"), 0;
+}
+
+static rfi_gr_part rfi_gr_brackets(rfi_gr_reader *r) {
+    const char *from = r->p++;
+    const int is_negated = rfi_gr_take(r, '^');
+    while (!rfi_gr_failed(r->g) && !rfi_gr_take(r, ']')) {
+        if (r->p == r->end) return rfi_gr_wrong(r, RF_ERR_FORMAT, from, "want a class that is closed by ']'");
+        if (r->pattern && rfi_gr_set_escape(r)) continue;
+        const uint32_t lo = rfi_gr_char(r);
+        uint32_t hi = lo;
+        if (r->end - r->p >= 2 && *r->p == '-' && r->p[1] != ']') {
+            r->p++;
+            if (r->pattern && r->end - r->p >= 2 && *r->p == '\\' && strchr("dwsDWS", r->p[1] ? r->p[1] : ' '))
+                return rfi_gr_wrong(r, RF_ERR_UNSUPPORTED, r->p, "want a character after '-'");
+            hi = rfi_gr_char(r);
+        }
+        if (hi < lo) return rfi_gr_wrong(r, RF_ERR_FORMAT, from, "want ranges in rising order");
+        rfi_gr_class_add(r->g, lo, hi);
+    }
+    return rfi_gr_class(r->g, is_negated, r->pattern != NULL);
+}
+
+/* The index of a named rule. */
+static uint32_t rfi_gr_named(rfi_gr_reader *r, const char *from, uint64_t n) {
+    rf_grammar *g = r->g;
+    const rfi_value name = rfi_v_text(from, n, 0);
+    const rfi_entry *found = rfi_dict_find(r->names, name);
+    if (found) return (uint32_t)found->value.u.i;
+    const uint32_t rule = rfi_gr_rule_add(g, rfi_gr_part_new(g), 0);
+    if (rfi_gr_failed(g)) return 0;
+    RFI_GR_RULES(g)[rule].where = (uint32_t)(from - r->start), RFI_GR_RULES(g)[rule].name = name;
+    rfi_dict_set(r->m, r->names, name, rfi_v_int(rule));
+    return rule;
+}
+static uint64_t rfi_gr_name(rfi_gr_reader *r) {
+    const char *from = r->p;
+    while (rfi_gr_at(r, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")) r->p++;
+    return (uint64_t)(r->p - from);
+}
+
+static rfi_gr_part rfi_gr_alternatives(rfi_gr_reader *r);
+
+static rfi_gr_part rfi_gr_group(rfi_gr_reader *r) {
+    const char *from = r->p++;
+    if (r->pattern && rfi_gr_take(r, '?') && !rfi_gr_take(r, ':'))
+        return rfi_gr_wrong(r, RF_ERR_UNSUPPORTED, r->p, "want a plain group or (?:...)");
+    if (r->depth >= r->g->desc.max_depth)
+        return rfi_gr_wrong(r, RF_ERR_UNSUPPORTED, from, "want fewer nested groups (rf_grammar_desc.max_depth)");
+    r->depth++;
+    rfi_gr_space(r, 1);
+    const rfi_gr_part part = rfi_gr_alternatives(r);
+    r->depth--;
+    if (!rfi_gr_take(r, ')')) return rfi_gr_wrong(r, RF_ERR_FORMAT, r->p, "want ')'");
+    return part;
+}
+
+static rfi_gr_part rfi_gr_element(rfi_gr_reader *r) {
+    rf_grammar *g = r->g;
+    const char *from = r->p;
+    const int in_json = r->pattern != NULL;
+    if (*r->p == '(') return rfi_gr_group(r);
+    if (*r->p == '[') return rfi_gr_brackets(r);
+    if (rfi_gr_take(r, '.')) {
+        if (in_json) rfi_gr_class_add(g, '\n', '\n'), rfi_gr_class_add(g, '\r', '\r'),
+                     rfi_gr_class_add(g, 0x2028, 0x2029);
+        return rfi_gr_class(g, 1, in_json);
+    }
+    if (in_json && rfi_gr_set_escape(r)) return rfi_gr_class(g, 0, 1);
+    if (in_json) {
+        if (rfi_gr_at(r, "^$")) return rfi_gr_wrong(r, RF_ERR_UNSUPPORTED, r->p, "want ^ and $ outside groups only");
+        if (rfi_gr_at(r, "*+?{")) return rfi_gr_wrong(r, RF_ERR_FORMAT, r->p, "want something before a count");
+        const uint32_t c = rfi_gr_char(r);
+        rfi_gr_class_add(g, c, c);
+        return rfi_gr_class(g, 0, 1);
+    }
+    rfi_gr_part part = rfi_gr_part_new(g);
+    uint32_t at = part.start;
+    const uint64_t n = rfi_gr_name(r);
+    if (n) at = rfi_gr_then_call(g, at, rfi_gr_named(r, from, n));
+    else if (!rfi_gr_take(r, '"')) return rfi_gr_wrong(r, RF_ERR_FORMAT, r->p, "want a rule, literal, class or group");
+    else while (!rfi_gr_failed(g) && !rfi_gr_take(r, '"')) {
+        if (r->p == r->end || *r->p == '\n')
+            return rfi_gr_wrong(r, RF_ERR_FORMAT, from, "want a literal that is closed by a quote");
+        const uint32_t c = rfi_gr_char(r);
+        rfi_gr_class_add(g, c, c);
+        at = rfi_gr_then(g, at, rfi_gr_class(g, 0, 0));
+    }
+    return (rfi_gr_part){part.start, at};
+}
+
+static uint32_t rfi_gr_number(rfi_gr_reader *r) {
+    uint64_t n = 0;
+    if (!rfi_gr_at(r, "0123456789")) return rfi_gr_wrong(r, RF_ERR_FORMAT, r->p, "want a number"), 0;
+    for (; rfi_gr_at(r, "0123456789"); r->p++) n = rfi_min_u64(1u << 30, 10 * n + (uint64_t)(*r->p - '0'));
+    rfi_gr_space(r, 0);
+    return (uint32_t)n;
+}
+
+/* The counts that follow an element. */
+static rfi_gr_part rfi_gr_counted(rfi_gr_reader *r, rfi_gr_part part) {
+    for (rfi_gr_space(r, r->depth > 0); rfi_gr_at(r, "*+?{") && !rfi_gr_failed(r->g); rfi_gr_space(r, r->depth > 0)) {
+        const char *from = r->p, c = *r->p++;
+        uint32_t min = c == '+', max = c == '?' ? 1 : RFI_GR_NONE;
+        if (c == '{') {
+            rfi_gr_space(r, 0);
+            min = max = rfi_gr_number(r);
+            if (rfi_gr_take(r, ',')) rfi_gr_space(r, 0), max = rfi_gr_at(r, "}") ? RFI_GR_NONE : rfi_gr_number(r);
+            if (!rfi_gr_take(r, '}')) return rfi_gr_wrong(r, RF_ERR_FORMAT, r->p, "want '}'");
+            if (max < min) return rfi_gr_wrong(r, RF_ERR_FORMAT, from, "want counts in rising order");
+        }
+        part = rfi_gr_repeat(r->g, part, min, max, "");
+        if (r->pattern) rfi_gr_take(r, '?'); /* lazy: the same texts */
+    }
+    return part;
+}
+
+/* Any characters, for a pattern that is not anchored. */
+static uint32_t rfi_gr_then_any(rfi_gr_reader *r, uint32_t from) {
+    const uint32_t rule = (uint32_t)rfi_gr_named(r, "char", 4), at = rfi_gr_state(r->g);
+    rfi_gr_join(r->g, from, at);
+    rfi_gr_edge_add(r->g, at, at, RFI_GR_CALL | rule);
+    const uint32_t to = rfi_gr_state(r->g); /* a state of its own: nothing else leads into the loop */
+    rfi_gr_join(r->g, at, to);
+    return to;
+}
+
+static rfi_gr_part rfi_gr_alternatives(rfi_gr_reader *r) {
+    const rfi_gr_part all = rfi_gr_part_new(r->g);
+    const int is_top = r->pattern && r->depth == 0;
+    do {
+        int is_open = is_top;
+        uint32_t at = all.start;
+        rfi_gr_space(r, 1);
+        if (is_top && !rfi_gr_take(r, '^')) at = rfi_gr_then_any(r, at);
+        while (!rfi_gr_failed(r->g) && r->p < r->end && !rfi_gr_at(r, r->pattern ? "|)" : "|)\r\n")) {
+            if (is_top && *r->p == '$' && (r->p + 1 == r->end || r->p[1] == '|')) {
+                is_open = 0, r->p++;
+                break;
+            }
+            at = rfi_gr_then(r->g, at, rfi_gr_counted(r, rfi_gr_element(r)));
+        }
+        if (is_open) at = rfi_gr_then_any(r, at);
+        rfi_gr_join(r->g, at, all.end);
+        const char *line_end = r->p;
+        rfi_gr_space(r, 1);
+        if (!rfi_gr_at(r, "|") && r->depth == 0) r->p = line_end;
+    } while (!rfi_gr_failed(r->g) && rfi_gr_take(r, '|'));
+    return all;
+}
+
+/* All rules of a GBNF text. */
+static void rfi_gr_rules(rfi_gr_reader *r) {
+    rf_grammar *g = r->g;
+    for (rfi_gr_space(r, 1); r->p < r->end && !rfi_gr_failed(g); rfi_gr_space(r, 1)) {
+        const char *from = r->p;
+        const uint64_t n = rfi_gr_name(r);
+        if (n == 0) rfi_gr_wrong(r, RF_ERR_FORMAT, from, "want a rule's name");
+        const uint32_t rule = rfi_gr_failed(g) ? 0 : rfi_gr_named(r, from, n);
+        rfi_gr_space(r, 0);
+        if (rfi_gr_failed(g)) return;
+        if (r->end - r->p < 3 || memcmp(r->p, "::=", 3) != 0) rfi_gr_wrong(r, RF_ERR_FORMAT, r->p, "want '::='");
+        else if (RFI_GR_RULES(g)[rule].is_defined)
+            rfi_gr_wrong(r, RF_ERR_FORMAT, from, "want each rule once: this one is defined before");
+        if (rfi_gr_failed(g)) return;
+        r->p += 3;
+        const rfi_gr_part part = rfi_gr_alternatives(r);
+        if (rfi_gr_failed(g)) return;
+        RFI_GR_RULES(g)[rule].is_defined = 1;
+        rfi_gr_join(g, RFI_GR_RULES(g)[rule].start, part.start);
+        rfi_gr_join(g, part.end, RFI_GR_RULES(g)[rule].end);
+        if (r->p < r->end && !rfi_gr_at(r, "\r\n")) rfi_gr_wrong(r, RF_ERR_FORMAT, r->p, "want the end of the line");
+    }
+    for (uint32_t i = 0; i < g->rules.n && !rfi_gr_failed(g); i++)
+        if (!RFI_GR_RULES(g)[i].is_defined)
+            rfi_gr_wrong(r, RF_ERR_FORMAT, r->start + RFI_GR_RULES(g)[i].where, "want a rule that is defined");
+}
+
+/* ---- the automaton is built: check it, and make it ready ---- */
+
+/* Mark states from which a rule's end can be reached: with RFI_GR_NULLABLE without reading a byte. */
+static void rfi_gr_mark(rf_grammar *g, uint8_t mark) {
+    uint8_t *flags = RFI_GR_FLAGS(g);
+    const uint32_t *first = RFI_GR_U32(g->first);
+    for (int changed = 1; changed && rfi_gr_spend(g, g->edges.n / 16);) {
+        changed = 0;
+        for (uint32_t s = g->flags.n; s-- > 0;) {
+            int reaches = (flags[s] & RFI_GR_END) != 0;
+            for (uint32_t e = first[s]; e < first[s + 1] && !(flags[s] & mark) && !reaches; e++) {
+                const rfi_gr_edge *edge = &RFI_GR_EDGES(g)[e];
+                const int passes = edge->what == RFI_GR_STEP   ? 1
+                                   : edge->what & RFI_GR_CALL
+                                       ? flags[RFI_GR_RULES(g)[edge->what & ~RFI_GR_CALL].start] & mark
+                                       : mark == RFI_GR_FINITE;
+                reaches = passes && flags[edge->to] & mark;
+            }
+            if (reaches && !(flags[s] & mark)) flags[s] |= mark, changed = 1;
+        }
+    }
+}
+
+/* Sort edges by their state. */
+static void rfi_gr_index(rf_grammar *g) {
+    const uint32_t n = g->flags.n, n_edges = g->edges.n;
+    g->first.n = 0;
+    rfi_gr_edge *sorted = (rfi_gr_edge *)rfi_gr_alloc(g, rfi_max_u64(n_edges, 1), sizeof *sorted);
+    if (!sorted || !rfi_gr_reserve(g, &g->first, n + 1)) {
+        rfi_free(&g->desc.allocator, sorted);
+        return;
+    }
+    uint32_t *first = RFI_GR_U32(g->first), sum = 0;
+    memset(first, 0, (n + 1) * sizeof *first);
+    for (uint32_t e = 0; e < n_edges; e++) first[RFI_GR_EDGES(g)[e].from]++;
+    for (uint32_t s = 0; s <= n; s++) sum += first[s], first[s] = sum;
+    for (uint32_t e = n_edges; e-- > 0;) sorted[--first[RFI_GR_EDGES(g)[e].from]] = RFI_GR_EDGES(g)[e];
+    g->first.n = n + 1;
+    g->n_bytes -= (uint64_t)g->edges.capacity * sizeof *sorted;
+    rfi_free(&g->desc.allocator, g->edges.items);
+    g->edges.items = sorted, g->edges.capacity = (uint32_t)rfi_max_u64(n_edges, 1);
+}
+
+/* A rule that calls itself before it reads a byte would never end. */
+static void rfi_gr_check_left(rf_grammar *g) {
+    const uint32_t *first = RFI_GR_U32(g->first);
+    const uint8_t *flags = RFI_GR_FLAGS(g);
+    for (uint32_t rule = 0; rule < g->rules.n && !rfi_gr_failed(g); rule++) {
+        rfi_gr_table_clear(&g->work);
+        rfi_gr_visit(g, RFI_GR_RULES(g)[rule].start, 0);
+        for (uint32_t i = 0; i < rfi_gr_count(&g->work); i++) {
+            const uint32_t s = RFI_GR_U32(g->work.words)[2 * i];
+            for (uint32_t e = first[s]; e < first[s + 1] && rfi_gr_spend(g, 1); e++) {
+                const uint32_t what = RFI_GR_EDGES(g)[e].what, to = RFI_GR_EDGES(g)[e].to;
+                if (what == RFI_GR_STEP) rfi_gr_visit(g, to, 0);
+                if (what == RFI_GR_STEP || !(what & RFI_GR_CALL)) continue;
+                const rfi_gr_rule *called = &RFI_GR_RULES(g)[what & ~RFI_GR_CALL];
+                rfi_gr_visit(g, called->start, 0);
+                if (flags[called->start] & RFI_GR_NULLABLE) rfi_gr_visit(g, to, 0);
+                if (what == (RFI_GR_CALL | rule)) {
+                    rfi_fail(g->err, RF_ERR_UNSUPPORTED, 0, "grammar: rule %.*s calls itself before it reads anything "
+                             "(left recursion)", (int)rfi_min_u64(called->name.n, 100),
+                             called->name.n ? called->name.u.text : "(a group)");
+                    return;
+                }
+            }
+        }
+    }
+}
+
+/* Drop edges that lead to no end, and what follows from that; then classes of bytes, and the first set. */
+static void rfi_gr_finish(rf_grammar *g, uint32_t root) {
+    uint8_t starts[257] = {[0] = 1};
+    uint32_t n = 0;
+    if (rfi_gr_failed(g)) return;
+    rfi_gr_index(g);
+    if (rfi_gr_failed(g)) return;
+    rfi_gr_mark(g, RFI_GR_NULLABLE);
+    rfi_gr_mark(g, RFI_GR_FINITE);
+    rfi_gr_check_left(g);
+    if (rfi_gr_failed(g)) return;
+    uint8_t *flags = RFI_GR_FLAGS(g);
+    if (!(flags[RFI_GR_RULES(g)[root].start] & RFI_GR_FINITE)) {
+        rfi_fail(g->err, RF_ERR_FORMAT, 0, "grammar: no text ever matches it");
+        return;
+    }
+    for (uint32_t e = 0; e < g->edges.n; e++) {
+        const rfi_gr_edge *edge = &RFI_GR_EDGES(g)[e];
+        const int is_bytes = edge->what != RFI_GR_STEP && !(edge->what & RFI_GR_CALL);
+        const int calls = edge->what != RFI_GR_STEP && edge->what & RFI_GR_CALL;
+        if (!(flags[edge->to] & RFI_GR_FINITE) ||
+            (calls && !(flags[RFI_GR_RULES(g)[edge->what & ~RFI_GR_CALL].start] & RFI_GR_FINITE))) continue;
+        if (is_bytes) starts[edge->what & 255] = starts[(edge->what >> 8) + 1] = 1;
+        RFI_GR_EDGES(g)[n++] = *edge;
+    }
+    g->edges.n = n;
+    rfi_gr_index(g);
+    if (rfi_gr_failed(g)) return;
+    const uint32_t *first = RFI_GR_U32(g->first);
+    for (int changed = 1; changed && rfi_gr_spend(g, g->flags.n / 16);) {
+        changed = 0; /* states that only return: a call from there needs no stack */
+        for (uint32_t s = 0; s < g->flags.n; s++) {
+            const rfi_gr_edge *edge = &RFI_GR_EDGES(g)[first[s]];
+            const int is_step = first[s + 1] - first[s] == 1 && edge->what == RFI_GR_STEP;
+            const int returns = first[s + 1] == first[s] ? flags[s] & RFI_GR_END
+                                                         : is_step && flags[edge->to] & RFI_GR_RETURNS;
+            if (returns && !(flags[s] & RFI_GR_RETURNS)) flags[s] |= RFI_GR_RETURNS, changed = 1;
+        }
+    }
+    for (uint32_t row = 0; row < RFI_COUNT(rfi_gr_plain); row++)
+        starts[rfi_gr_plain[row][1]] = starts[rfi_gr_plain[row][2] + 1] = 1;
+    for (uint32_t byte = 0; byte < 256; byte++) {
+        if (starts[byte]) g->byte_of[g->n_classes++] = (uint8_t)byte;
+        g->class_of[byte] = (uint8_t)(g->n_classes - 1);
+    }
+    const uint32_t empty[2] = {RFI_GR_NONE, 0};
+    rfi_gr_intern(g, &g->nodes, empty, 2);
+    rfi_gr_table_clear(&g->work);
+    rfi_gr_close(g); /* set 0: nothing */
+    rfi_gr_visit(g, RFI_GR_RULES(g)[root].start, 0);
+    g->start = rfi_gr_close(g);
+    g->n_live = rfi_gr_count(&g->sets);
+}
+
+/* ---- JSON Schema ---- */
+
+/* JSON's own rules, and those of formats. White space ends: a model that may write it forever sometimes does. */
+static const char rfi_gr_json[] =
+    "ws ::= ( \" \" | \"\\n\" [ \\t]{0,64} )?\n"
+    "value ::= object | array | string | number | boolean | null\n"
+    "object ::= \"{\" ws ( string \":\" ws value ( \",\" ws string \":\" ws value )* ws )? \"}\"\n"
+    "array ::= \"[\" ws ( value ( \",\" ws value )* ws )? \"]\"\n"
+    "string ::= \"\\\"\" char* \"\\\"\"\n"
+    "char ::= [^\"\\\\\\x00-\\x1f] | \"\\\\\" ( [\"\\\\/bfnrt] | \"u\" unit )\n"
+    "unit ::= [0-9A-Ca-cE-Fe-f] hex{3} | [Dd] [0-7] hex{2} | [Dd] [89ABab] hex{2} \"\\\\u\" [Dd] [C-Fc-f] hex{2}\n"
+    "hex ::= [0-9A-Fa-f]\n"
+    "number ::= integer ( \".\" [0-9]+ )? ( [eE] [-+]? [0-9]+ )?\n"
+    "integer ::= \"-\"? ( \"0\" | [1-9] [0-9]* )\n"
+    "boolean ::= \"true\" | \"false\"\n"
+    "null ::= \"null\"\n"
+    "leap ::= [0-9]{2} four | four \"00\"\n"
+    "four ::= \"0\" [48] | [2468] [048] | [13579] [26]\n"
+    "date ::= year \"-\" ( ( \"0\" [13578] | \"1\" [02] ) \"-\" ( \"0\" [1-9] | [12] [0-9] | \"3\" [01] ) |"
+    " ( \"0\" [469] | \"11\" ) \"-\" ( \"0\" [1-9] | [12] [0-9] | \"30\" ) |"
+    " \"02-\" ( \"0\" [1-9] | \"1\" [0-9] | \"2\" [0-8] ) ) | leap \"-02-29\"\n"
+    "year ::= \"000\" [1-9] | \"00\" [1-9] [0-9] | \"0\" [1-9] [0-9]{2} | [1-9] [0-9]{3}\n"
+    "hours ::= ( [01] [0-9] | \"2\" [0-3] ) \":\" [0-5] [0-9]\n"
+    "time ::= hours \":\" [0-5] [0-9] ( \".\" [0-9]{1,9} )? ( \"Z\" | [-+] hours )\n"
+    "date-time ::= date \"T\" time\n"
+    "uuid ::= hex{8} ( \"-\" hex{4} ){3} \"-\" hex{12}\n"
+    "ipv4 ::= octet ( \".\" octet ){3}\n"
+    "octet ::= \"25\" [0-5] | \"2\" [0-4] [0-9] | \"1\" [0-9]{2} | [1-9]? [0-9]\n";
+
+enum { RFI_GR_TYPES = 7, RFI_GR_NOTE = 128 };
+static const char *const rfi_gr_types[RFI_GR_TYPES] = {"object", "array", "string", "integer", "number", "boolean",
+                                                       "null"};
+/* A keyword, and the types that it restricts, as bits; RFI_GR_NOTE: it says nothing about values. */
+typedef struct rfi_gr_keyword {
+    const char *name;
+    uint8_t types;
+} rfi_gr_keyword;
+static const rfi_gr_keyword rfi_gr_keywords[] = {
+    {"type", 0}, {"enum", 0}, {"const", 0}, {"$ref", 0}, {"anyOf", 0}, {"oneOf", 0}, {"allOf", 0}, {"properties", 1},
+    {"required", 1}, {"additionalProperties", 1}, {"minProperties", 1}, {"maxProperties", 1}, {"items", 2},
+    {"prefixItems", 2}, {"minItems", 2}, {"maxItems", 2}, {"minLength", 4}, {"maxLength", 4}, {"pattern", 4},
+    {"format", 4}, {"minimum", 24}, {"maximum", 24}, {"exclusiveMinimum", 24}, {"exclusiveMaximum", 24},
+    {"title", 128}, {"description", 128}, {"default", 128}, {"examples", 128}, {"deprecated", 128}, {"readOnly", 128},
+    {"writeOnly", 128}, {"$comment", 128}, {"$schema", 128}, {"$id", 128}, {"$defs", 128}, {"definitions", 128}};
+
+/* A schema that a $ref names, to be compiled. */
+typedef struct rfi_gr_pending {
+    rfi_value schema, path;
+    uint32_t rule;
+} rfi_gr_pending;
+
+typedef struct rfi_gr_schema {
+    rf_grammar *g;
+    rfi_values *m;
+    rfi_gr_reader *json;  /* has the names of JSON's rules                        */
+    rfi_value root;
+    rfi_gr_pool pending;  /* every $ref's target, once                            */
+    char path[240];       /* JSON pointer of the schema that is read, for messages */
+    uint32_t n_path, depth;
+} rfi_gr_schema;
+
+static rfi_gr_part rfi_gr_compile(rfi_gr_schema *s, rfi_value v);
+
+static rfi_gr_part rfi_gr_refuse(rfi_gr_schema *s, rf_result code, const char *key, const char *why) {
+    if (!rfi_gr_failed(s->g))
+        rfi_fail(s->g->err, code, 0, "JSON schema: #%.*s%s%s: %s", (int)s->n_path, s->path, *key ? "/" : "", key, why);
+    return (rfi_gr_part){0, 0};
+}
+
+/* The path goes down by a name; returns what it was, for s->n_path. */
+static uint32_t rfi_gr_down(rfi_gr_schema *s, const char *key, rfi_value name) {
+    const uint32_t before = s->n_path;
+    char text[100];
+    int n = snprintf(text, sizeof text, "/%s%s%.*s", key, name.kind == RFI_V_TEXT ? "/" : "",
+                     name.kind == RFI_V_TEXT ? (int)rfi_min_u64(name.n, 60) : 0,
+                     name.kind == RFI_V_TEXT ? name.u.text : "");
+    if (name.kind == RFI_V_INT) n = snprintf(text, sizeof text, "/%s/%lld", key, (long long)name.u.i);
+    if (n <= 0 || (size_t)n >= sizeof s->path - s->n_path) return before;
+    memcpy(s->path + before, text, (size_t)n);
+    s->n_path += (uint32_t)n;
+    return before;
+}
+
+static rfi_value rfi_gr_get(rfi_value schema, const char *key) {
+    const rfi_entry *e = schema.kind == RFI_V_DICT ? rfi_dict_find(schema.u.dict, rfi_v_string(key)) : NULL;
+    return e ? e->value : (rfi_value){.kind = RFI_V_ABSENT};
+}
+static int rfi_gr_has(rfi_value schema, const char *key) { return rfi_gr_get(schema, key).kind != RFI_V_ABSENT; }
+
+static uint32_t rfi_gr_json_rule(rfi_gr_schema *s, const char *name) {
+    return rfi_gr_named(s->json, name, strlen(name));
+}
+static uint32_t rfi_gr_then_rule(rfi_gr_schema *s, uint32_t at, const char *name) {
+    return rfi_gr_then_call(s->g, at, rfi_gr_json_rule(s, name));
+}
+
+/* How many of its keywords restrict values. */
+static uint32_t rfi_gr_n_keys(rfi_value schema) {
+    uint32_t n = schema.u.dict->n;
+    for (size_t k = 0; k < RFI_COUNT(rfi_gr_keywords); k++)
+        n -= rfi_gr_keywords[k].types == RFI_GR_NOTE && rfi_gr_has(schema, rfi_gr_keywords[k].name);
+    return n;
+}
+
+/* A keyword that is a whole number >= 0. */
+static uint32_t rfi_gr_size(rfi_gr_schema *s, rfi_value schema, const char *key, uint32_t otherwise) {
+    const rfi_value v = rfi_gr_get(schema, key);
+    if (v.kind == RFI_V_ABSENT) return otherwise;
+    const double n = rfi_v_is_number(v) && v.kind != RFI_V_BOOL ? rfi_v_real(v) : -1;
+    if (n >= 0 && n <= 1e9 && n == floor(n)) return (uint32_t)n;
+    rfi_gr_refuse(s, RF_ERR_FORMAT, key, "want a whole number from 0 to 1e9");
+    return otherwise;
+}
+
+/* ---- merging: allOf, and what stands beside $ref, anyOf, oneOf ---- */
+
+static rfi_value rfi_gr_without(rfi_gr_schema *s, rfi_value schema, const char *key) {
+    const rfi_value out = rfi_v_dict(s->m);
+    for (uint32_t i = 0; i < schema.u.dict->n && !rfi_gr_failed(s->g); i++)
+        if (!rfi_v_is(schema.u.dict->entries[i].key, key))
+            rfi_dict_set(s->m, out.u.dict, schema.u.dict->entries[i].key, schema.u.dict->entries[i].value);
+    return out;
+}
+
+static int rfi_gr_same(const rfi_value a, const rfi_value b, uint32_t depth) {
+    int same = a.kind == b.kind || (rfi_v_is_number(a) && rfi_v_is_number(b) && a.kind != RFI_V_BOOL &&
+                                    b.kind != RFI_V_BOOL);
+    if (!same || depth > 100) return 0;
+    if (a.kind == RFI_V_BOOL) return a.u.i == b.u.i;
+    if (a.kind == RFI_V_LIST) {
+        same = a.u.list->n == b.u.list->n;
+        for (uint32_t i = 0; same && i < a.u.list->n; i++)
+            same = rfi_gr_same(a.u.list->items[i], b.u.list->items[i], depth + 1);
+    } else if (a.kind == RFI_V_DICT) {
+        same = a.u.dict->n == b.u.dict->n;
+        for (uint32_t i = 0; same && i < a.u.dict->n; i++) {
+            const rfi_entry *e = rfi_dict_find(b.u.dict, a.u.dict->entries[i].key);
+            same = e && rfi_gr_same(a.u.dict->entries[i].value, e->value, depth + 1);
+        }
+    } else same = rfi_key_equal(a, b);
+    return same;
+}
+static int rfi_gr_among(rfi_value list, rfi_value v) {
+    for (uint32_t i = 0; list.kind == RFI_V_LIST && i < list.u.list->n; i++)
+        if (rfi_gr_same(list.u.list->items[i], v, 0)) return 1;
+    return rfi_gr_same(list, v, 0);
+}
+
+/* What both lists (or single values) have, or with `any` what one has. */
+static rfi_value rfi_gr_combine(rfi_gr_schema *s, rfi_value a, rfi_value b, int any) {
+    rfi_value out = rfi_v_list(s->m, 0, 0), both[2] = {a, b};
+    for (int k = 0; k <= any; k++) {
+        const uint32_t n = both[k].kind == RFI_V_LIST ? both[k].u.list->n : 1;
+        for (uint32_t i = 0; i < n && rfi_gr_spend(s->g, 1); i++) {
+            const rfi_value v = both[k].kind == RFI_V_LIST ? both[k].u.list->items[i] : both[k];
+            const int integer = !any && rfi_v_is(v, "integer") && rfi_gr_among(b, rfi_v_string("number"));
+            if (any ? !rfi_gr_among(out, v) : integer || rfi_gr_among(b, v)) rfi_list_add(s->m, out, v);
+            else if (!any && rfi_v_is(v, "number") && rfi_gr_among(b, rfi_v_string("integer")))
+                rfi_list_add(s->m, out, rfi_v_string("integer"));
+        }
+    }
+    return out;
+}
+
+static rfi_value rfi_gr_merge(rfi_gr_schema *s, rfi_value a, rfi_value b);
+
+/* Both values of a keyword as one. */
+static rfi_value rfi_gr_merge_key(rfi_gr_schema *s, rfi_value key, rfi_value a, rfi_value b) {
+    const int is_min = key.n > 3 && (memcmp(key.u.text, "min", 3) == 0 || rfi_v_is(key, "exclusiveMinimum"));
+    const int is_max = key.n > 3 && (memcmp(key.u.text, "max", 3) == 0 || rfi_v_is(key, "exclusiveMaximum"));
+    if (rfi_gr_same(a, b, 0)) return a;
+    if (rfi_v_is(key, "type") || rfi_v_is(key, "enum")) return rfi_gr_combine(s, a, b, 0);
+    if (rfi_v_is(key, "required") || rfi_v_is(key, "allOf")) return rfi_gr_combine(s, a, b, 1);
+    if (rfi_v_is(key, "items")) return rfi_gr_merge(s, a, b);
+    if ((is_min || is_max) && rfi_v_is_number(a) && rfi_v_is_number(b))
+        return (rfi_v_real(a) > rfi_v_real(b)) == is_min ? a : b;
+    if (rfi_v_is(key, "properties") && a.kind == RFI_V_DICT && b.kind == RFI_V_DICT) {
+        const rfi_value out = rfi_gr_without(s, a, "");
+        for (uint32_t i = 0; i < b.u.dict->n && rfi_gr_spend(s->g, 1); i++) {
+            const rfi_entry *e = &b.u.dict->entries[i], *old = rfi_dict_find(a.u.dict, e->key);
+            rfi_dict_set(s->m, out.u.dict, e->key, old ? rfi_gr_merge(s, old->value, e->value) : e->value);
+        }
+        return out;
+    }
+    for (size_t i = 0; i < RFI_COUNT(rfi_gr_keywords); i++)
+        if (rfi_gr_keywords[i].types == RFI_GR_NOTE && rfi_v_is(key, rfi_gr_keywords[i].name)) return a;
+    char name[60];
+    snprintf(name, sizeof name, "%.*s", (int)rfi_min_u64(key.n, 50), key.u.text);
+    rfi_gr_refuse(s, RF_ERR_UNSUPPORTED, name, "stands in two schemas that should both hold: cannot combine them");
+    return a;
+}
+
+/* The $ref of a schema, within the document: a JSON pointer. */
+static rfi_value rfi_gr_resolve(rfi_gr_schema *s, rfi_value ref) {
+    rfi_value v = s->root;
+    if (ref.kind != RFI_V_TEXT || ref.n == 0 || *ref.u.text != '#' || (ref.n > 1 && ref.u.text[1] != '/'))
+        return rfi_gr_refuse(s, RF_ERR_UNSUPPORTED, "$ref", "want a JSON pointer within the document (#/...)"), v;
+    for (const char *p = ref.u.text + 1, *end = ref.u.text + ref.n; p < end && !rfi_gr_failed(s->g);) {
+        const uint64_t start = s->m->n_out;
+        for (p++; p < end && *p != '/'; p++) {
+            const int is_tilde = *p == '~' && p + 1 < end && (p[1] == '0' || p[1] == '1');
+            rfi_put(s->m, is_tilde ? *++p == '0' ? "~" : "/" : p, 1, 0);
+        }
+        const rfi_value key = rfi_take(s->m, start);
+        const rfi_entry *e = v.kind == RFI_V_DICT ? rfi_dict_find(v.u.dict, key) : NULL;
+        int64_t i = -1;
+        if (e) v = e->value;
+        else if (v.kind == RFI_V_LIST && rfi_int_parse(key.u.text, key.n, 10, &i) == 1 && i >= 0 && i < v.u.list->n)
+            v = v.u.list->items[i];
+        else rfi_gr_refuse(s, RF_ERR_FORMAT, "$ref", "want a pointer to something that is there");
+    }
+    return v;
+}
+
+/* One schema that holds where both do. */
+static rfi_value rfi_gr_merge(rfi_gr_schema *s, rfi_value a, rfi_value b) {
+    if (a.kind == RFI_V_BOOL) return a.u.i ? b : a;
+    if (b.kind == RFI_V_BOOL) return b.u.i ? a : b;
+    if (a.kind != RFI_V_DICT || b.kind != RFI_V_DICT || s->depth >= s->g->desc.max_depth) {
+        rfi_gr_refuse(s, RF_ERR_FORMAT, "", "want schemas, not nested too deep");
+        return a;
+    }
+    s->depth++;
+    if (rfi_gr_has(a, "$ref"))
+        a = rfi_gr_merge(s, rfi_gr_resolve(s, rfi_gr_get(a, "$ref")), rfi_gr_without(s, a, "$ref"));
+    if (rfi_gr_has(b, "$ref"))
+        b = rfi_gr_merge(s, rfi_gr_resolve(s, rfi_gr_get(b, "$ref")), rfi_gr_without(s, b, "$ref"));
+    if (a.kind != RFI_V_DICT || b.kind != RFI_V_DICT) return s->depth--, rfi_gr_merge(s, a, b);
+    const rfi_value both[2] = {a, b};
+    for (int i = 0; i < 2; i++) { /* additionalProperties speaks of the properties that stand beside it */
+        const rfi_value all = rfi_gr_get(both[i], "additionalProperties"), other = rfi_gr_get(both[!i], "properties");
+        for (uint32_t k = 0; all.kind != RFI_V_ABSENT && other.kind == RFI_V_DICT && k < other.u.dict->n; k++) {
+            const rfi_value own = rfi_gr_get(both[i], "properties");
+            if (own.kind != RFI_V_DICT || !rfi_dict_find(own.u.dict, other.u.dict->entries[k].key))
+                rfi_gr_refuse(s, RF_ERR_UNSUPPORTED, "additionalProperties", "stands in one of two schemas that should "
+                              "both hold, and the other has more properties: cannot combine them");
+        }
+    }
+    const rfi_value out = rfi_gr_without(s, a, "");
+    for (uint32_t i = 0; i < b.u.dict->n && rfi_gr_spend(s->g, 1); i++) {
+        const rfi_entry *e = &b.u.dict->entries[i], *old = rfi_dict_find(out.u.dict, e->key);
+        rfi_dict_set(s->m, out.u.dict, e->key, old ? rfi_gr_merge_key(s, e->key, old->value, e->value) : e->value);
+    }
+    s->depth--;
+    return out;
+}
+
+/* ---- values ---- */
+
+/* A value as it is written, with white space. */
+static uint32_t rfi_gr_then_value(rfi_gr_schema *s, uint32_t at, rfi_value v) {
+    rf_grammar *g = s->g;
+    if (!rfi_enter(s->m) || !rfi_gr_spend(g, 1)) return at;
+    if (v.kind == RFI_V_TEXT) {
+        at = rfi_gr_then_bytes(g, at, '"', '"');
+        for (uint32_t i = 0; i < v.n && !rfi_gr_failed(g);) {
+            const rfi_char c = rfi_utf8((const unsigned char *)v.u.text + i, v.n - i);
+            const rfi_gr_part part = {at, rfi_gr_state(g)};
+            if (c.is_bad) rfi_gr_refuse(s, RF_ERR_FORMAT, "", "want well-formed UTF-8");
+            rfi_gr_range(g, part, c.cp, c.cp, 1);
+            at = part.end, i += c.n_bytes;
+        }
+        at = rfi_gr_then_bytes(g, at, '"', '"');
+    } else if (v.kind == RFI_V_LIST || v.kind == RFI_V_DICT) {
+        const int is_dict = v.kind == RFI_V_DICT;
+        const uint32_t n = is_dict ? v.u.dict->n : v.u.list->n;
+        at = rfi_gr_then_rule(s, rfi_gr_then_text(g, at, is_dict ? "{" : "["), "ws");
+        for (uint32_t i = 0; i < n && !rfi_gr_failed(g); i++) {
+            if (i) at = rfi_gr_then_rule(s, rfi_gr_then_text(g, at, ","), "ws");
+            if (is_dict) at = rfi_gr_then_value(s, at, v.u.dict->entries[i].key);
+            if (is_dict) at = rfi_gr_then_rule(s, rfi_gr_then_text(g, at, ":"), "ws");
+            at = rfi_gr_then_value(s, at, is_dict ? v.u.dict->entries[i].value : v.u.list->items[i]);
+        }
+        if (n) at = rfi_gr_then_rule(s, at, "ws");
+        at = rfi_gr_then_text(g, at, is_dict ? "}" : "]");
+    } else {
+        const uint64_t start = s->m->n_out;
+        if (rfi_v_is_number(v) && v.kind != RFI_V_BOOL) rfi_put_number(s->m, v);
+        else rfi_put_string(s->m, v.kind == RFI_V_NONE ? "null" : v.u.i ? "true" : "false");
+        const rfi_value text = rfi_take(s->m, start);
+        for (uint32_t i = 0; i < text.n; i++)
+            at = rfi_gr_then_bytes(g, at, (uint8_t)text.u.text[i], (uint8_t)text.u.text[i]);
+    }
+    rfi_leave(s->m);
+    return at;
+}
+
+/* Numbers lo to hi of n digits each. Four states a digit: so far as lo and hi, as lo, as hi, as neither. */
+static uint32_t rfi_gr_then_digits(rf_grammar *g, uint32_t from, const char *lo, const char *hi, uint32_t n) {
+    uint32_t now[4] = {from, rfi_gr_state(g), rfi_gr_state(g), rfi_gr_state(g)};
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t to[4];
+        for (int k = 0; k < 4; k++) to[k] = rfi_gr_state(g);
+        for (int k = 0; k < 4; k++)
+            for (uint32_t c = '0'; c <= '9'; c++) {
+                const int as_lo = !(k & 2), as_hi = !(k & 1); /* k: 0 both, 1 lo, 2 hi, 3 neither */
+                const uint32_t l = as_lo ? (uint32_t)lo[i] : '0', h = as_hi ? (uint32_t)hi[i] : '9';
+                if (c < l || c > h) continue;
+                const int next = (as_lo && c == l ? 0 : 2) | (as_hi && c == h ? 0 : 1);
+                rfi_gr_edge_add(g, now[k], to[next], c | c << 8);
+            }
+        memcpy(now, to, sizeof now);
+    }
+    for (int k = 1; k < 4; k++) rfi_gr_join(g, now[k], now[0]);
+    return now[0];
+}
+
+/* Whole numbers lo to hi >= lo; hi UINT64_MAX: without end. */
+static void rfi_gr_between(rfi_gr_schema *s, uint32_t from, uint32_t end, uint64_t lo, uint64_t hi) {
+    char a[24], b[24], nines[24];
+    const uint32_t n_lo = (uint32_t)snprintf(a, sizeof a, "%llu", RFI_LLU(lo));
+    const uint32_t n_hi = hi == UINT64_MAX ? n_lo : (uint32_t)snprintf(b, sizeof b, "%llu", RFI_LLU(hi));
+    memset(nines, '9', sizeof nines);
+    for (uint32_t n = n_lo; n <= n_hi; n++) {
+        const uint32_t start = rfi_gr_state(s->g);
+        if (n > n_lo) memset(a, '0', n), a[0] = '1';
+        rfi_gr_join(s->g, from, start);
+        rfi_gr_join(s->g, rfi_gr_then_digits(s->g, start, a, n == n_hi && hi != UINT64_MAX ? b : nines, n), end);
+    }
+    if (hi != UINT64_MAX) return;
+    from = rfi_gr_then_bytes(s->g, from, '1', '9'); /* and with more digits */
+    for (uint32_t i = 0; i < n_lo; i++) from = rfi_gr_then_bytes(s->g, from, '0', '9');
+    rfi_gr_edge_add(s->g, from, from, '0' | '9' << 8);
+    rfi_gr_join(s->g, from, end);
+}
+
+/* A bound of integers: ceil for the least, floor for the most; exclusive ones one further. 0 if there is none. */
+static int rfi_gr_bound(rfi_gr_schema *s, rfi_value schema, int most, int64_t *out) {
+    static const char *const names[2][2] = {{"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"}};
+    int found = 0;
+    for (int exclusive = 0; exclusive < 2; exclusive++) {
+        const rfi_value v = rfi_gr_get(schema, names[most][exclusive]);
+        if (v.kind == RFI_V_ABSENT) continue;
+        const double real = rfi_v_is_number(v) && v.kind != RFI_V_BOOL ? rfi_v_real(v) : 1e300;
+        if (!(fabs(real) <= 9e18)) return rfi_gr_refuse(s, RF_ERR_UNSUPPORTED, names[most][exclusive],
+                                                        "want a number from -9e18 to 9e18"), 0;
+        int64_t n = v.kind == RFI_V_INT ? v.u.i : (int64_t)(most ? floor(real) : ceil(real));
+        const int is_whole = v.kind == RFI_V_INT || real == floor(real);
+        if (exclusive && is_whole) n += most ? -1 : 1;
+        if (!found || (most ? n < *out : n > *out)) *out = n;
+        found = 1;
+    }
+    return found;
+}
+
+static uint32_t rfi_gr_integer(rfi_gr_schema *s, rfi_value schema, uint32_t at) {
+    int64_t lo = 0, hi = 0;
+    const int has_lo = rfi_gr_bound(s, schema, 0, &lo), has_hi = rfi_gr_bound(s, schema, 1, &hi);
+    if (!has_lo && !has_hi) return rfi_gr_then_rule(s, at, "integer");
+    const uint32_t end = rfi_gr_state(s->g);
+    if (!has_lo || lo < 0) { /* -1 and less */
+        const uint64_t least = has_hi && hi < 0 ? 0 - (uint64_t)hi : 1, most = has_lo ? 0 - (uint64_t)lo : UINT64_MAX;
+        if (least <= most) rfi_gr_between(s, rfi_gr_then_text(s->g, at, "-"), end, least, most);
+    }
+    const uint64_t least = has_lo && lo > 0 ? (uint64_t)lo : 0, most = has_hi ? (uint64_t)hi : UINT64_MAX;
+    if (!has_hi || (hi >= 0 && least <= most)) rfi_gr_between(s, at, end, least, most);
+    return end;
+}
+
+static uint32_t rfi_gr_string(rfi_gr_schema *s, rfi_value schema, uint32_t at) {
+    static const char *const formats[] = {"date", "time", "date-time", "uuid", "ipv4"};
+    rf_grammar *g = s->g;
+    const rfi_value pattern = rfi_gr_get(schema, "pattern"), format = rfi_gr_get(schema, "format");
+    const uint32_t min = rfi_gr_size(s, schema, "minLength", 0), max = rfi_gr_size(s, schema, "maxLength", RFI_GR_NONE);
+    const int is_long = min > 0 || max != RFI_GR_NONE;
+    const int n = (pattern.kind != RFI_V_ABSENT) + (format.kind != RFI_V_ABSENT) + is_long;
+    if (n == 0) return rfi_gr_then_rule(s, at, "string");
+    if (n > 1) return rfi_gr_refuse(s, RF_ERR_UNSUPPORTED, pattern.kind != RFI_V_ABSENT ? "pattern" : "format",
+                                    "cannot be combined with a format or a length").start;
+    if (max < min) return rfi_gr_state(g); /* nothing leads there */
+    at = rfi_gr_then_text(g, at, "\"");
+    if (is_long) {
+        const rfi_gr_part one = rfi_gr_part_new(g);
+        rfi_gr_edge_add(g, one.start, one.end, RFI_GR_CALL | rfi_gr_json_rule(s, "char"));
+        at = rfi_gr_then(g, at, rfi_gr_repeat(g, one, min, max, ""));
+    } else if (format.kind != RFI_V_ABSENT) {
+        size_t i = 0;
+        while (i < RFI_COUNT(formats) && !rfi_v_is(format, formats[i])) i++;
+        if (i == RFI_COUNT(formats))
+            return rfi_gr_refuse(s, RF_ERR_UNSUPPORTED, "format", "want date, time, date-time, uuid or ipv4").start;
+        at = rfi_gr_then_rule(s, at, formats[i]);
+    } else {
+        char place[sizeof s->path + 16];
+        if (pattern.kind != RFI_V_TEXT) return rfi_gr_refuse(s, RF_ERR_FORMAT, "pattern", "want a string").start;
+        snprintf(place, sizeof place, "#%.*s/pattern", (int)s->n_path, s->path);
+        rfi_gr_reader r = *s->json;
+        r.start = r.p = pattern.u.text, r.end = r.p + pattern.n, r.pattern = place, r.depth = 0;
+        at = rfi_gr_then(g, at, rfi_gr_alternatives(&r));
+        if (r.p < r.end) rfi_gr_wrong(&r, RF_ERR_FORMAT, r.p, "want the end of the pattern");
+    }
+    return rfi_gr_then_text(g, at, "\"");
+}
+
+/* A piece that can be joined in several places. */
+static uint32_t rfi_gr_rule_of(rfi_gr_schema *s, rfi_value schema) {
+    return rfi_gr_rule_add(s->g, rfi_gr_compile(s, schema), 1);
+}
+
+static uint32_t rfi_gr_array(rfi_gr_schema *s, rfi_value schema, uint32_t at) {
+    rf_grammar *g = s->g;
+    const rfi_value prefix = rfi_gr_get(schema, "prefixItems"), items = rfi_gr_get(schema, "items");
+    const uint32_t n_prefix = prefix.kind == RFI_V_LIST ? prefix.u.list->n : 0;
+    const uint32_t min = rfi_gr_size(s, schema, "minItems", 0);
+    uint32_t max = rfi_gr_size(s, schema, "maxItems", RFI_GR_NONE), rule = 0;
+    if (prefix.kind != RFI_V_ABSENT && prefix.kind != RFI_V_LIST)
+        return rfi_gr_refuse(s, RF_ERR_FORMAT, "prefixItems", "want a list of schemas").start;
+    if (items.kind == RFI_V_BOOL && !items.u.i) max = (uint32_t)rfi_min_u64(max, n_prefix);
+    else {
+        const uint32_t before = rfi_gr_down(s, "items", rfi_v_none());
+        rule = rfi_gr_rule_of(s, items.kind == RFI_V_ABSENT ? rfi_v_bool(1) : items);
+        s->n_path = before;
+    }
+    const uint32_t end = rfi_gr_state(g), close = rfi_gr_state(g);
+    const uint32_t most = max != RFI_GR_NONE ? max : (uint32_t)rfi_max_u64(rfi_max_u64(min, n_prefix), 1);
+    at = rfi_gr_then_rule(s, rfi_gr_then_text(g, at, "["), "ws");
+    if (min == 0) rfi_gr_join(g, at, close);
+    for (uint32_t i = 0; i < most && !rfi_gr_failed(g); i++) {
+        if (i) at = rfi_gr_then_rule(s, rfi_gr_then_text(g, at, ","), "ws");
+        if (i < n_prefix) {
+            const uint32_t before = rfi_gr_down(s, "prefixItems", rfi_v_int(i));
+            at = rfi_gr_then(g, at, rfi_gr_compile(s, prefix.u.list->items[i]));
+            s->n_path = before;
+        } else at = rfi_gr_then_call(g, at, rule);
+        if (i + 1 >= min) rfi_gr_join(g, rfi_gr_then_rule(s, at, "ws"), close);
+    }
+    if (max == RFI_GR_NONE) {
+        const uint32_t next = rfi_gr_then_rule(s, rfi_gr_then_text(g, at, ","), "ws");
+        rfi_gr_edge_add(g, next, at, RFI_GR_CALL | rule);
+    }
+    rfi_gr_edge_add(g, close, end, ']' | ']' << 8);
+    return max < min ? rfi_gr_state(g) : end;
+}
+
+/* ---- objects ---- */
+
+/* A character of a name in the tree of names: what follows it, and what may stand in its place. */
+typedef struct rfi_gr_twig {
+    uint32_t cp, first, sibling, state, is_name;
+} rfi_gr_twig;
+
+/* A key that none of the names is. From the root of their prefix tree each character goes on, or leaves it for any
+ * text; where a name ends the key may not. In the tree no \u escape is taken, which could spell a name. */
+static uint32_t rfi_gr_other_key(rfi_gr_schema *s, rfi_value names) {
+    rf_grammar *g = s->g;
+    const rfi_gr_part part = rfi_gr_part_new(g), free = rfi_gr_part_new(g);
+    rfi_gr_pool tree = {.element_bytes = sizeof(rfi_gr_twig)};
+#define RFI_GR_TWIG(i) ((rfi_gr_twig *)tree.items)[i]
+    const uint32_t root = rfi_gr_then_text(g, part.start, "\"");
+    if (rfi_gr_reserve(g, &tree, 1)) RFI_GR_TWIG(tree.n++) = (rfi_gr_twig){.state = root};
+    for (uint32_t i = 0; i < names.u.dict->n && !rfi_gr_failed(g); i++) {
+        const rfi_value name = names.u.dict->entries[i].key;
+        uint32_t at = 0;
+        for (uint32_t k = 0; k < name.n && !rfi_gr_failed(g);) {
+            const rfi_char c = rfi_utf8((const unsigned char *)name.u.text + k, name.n - k);
+            uint32_t child = RFI_GR_TWIG(at).first;
+            while (child && RFI_GR_TWIG(child).cp != c.cp && rfi_gr_spend(g, 1)) child = RFI_GR_TWIG(child).sibling;
+            if (!child && rfi_gr_reserve(g, &tree, 1)) {
+                const uint32_t first = RFI_GR_TWIG(at).first;
+                child = tree.n++;
+                RFI_GR_TWIG(child) = (rfi_gr_twig){.cp = c.cp, .sibling = first, .state = rfi_gr_state(g)};
+                RFI_GR_TWIG(at).first = child;
+            }
+            at = child, k += c.n_bytes;
+        }
+        if (!rfi_gr_failed(g)) RFI_GR_TWIG(at).is_name = 1;
+    }
+    for (uint32_t i = 0; i < tree.n && !rfi_gr_failed(g); i++) {
+        for (uint32_t c = RFI_GR_TWIG(i).first; c; c = RFI_GR_TWIG(c).sibling) {
+            rfi_gr_class_add(g, RFI_GR_TWIG(c).cp, RFI_GR_TWIG(c).cp);
+            rfi_gr_range(g, (rfi_gr_part){RFI_GR_TWIG(i).state, RFI_GR_TWIG(c).state}, RFI_GR_TWIG(c).cp,
+                         RFI_GR_TWIG(c).cp, 1);
+        }
+        rfi_gr_join(g, rfi_gr_then(g, RFI_GR_TWIG(i).state, rfi_gr_class(g, 1, 1)), free.start);
+        if (!RFI_GR_TWIG(i).is_name) rfi_gr_edge_add(g, RFI_GR_TWIG(i).state, part.end, '"' | '"' << 8);
+    }
+#undef RFI_GR_TWIG
+    rfi_gr_edge_add(g, free.start, free.start, RFI_GR_CALL | rfi_gr_json_rule(s, "char"));
+    rfi_gr_edge_add(g, free.start, part.end, '"' | '"' << 8);
+    g->n_bytes -= (uint64_t)tree.capacity * sizeof(rfi_gr_twig);
+    rfi_free(&g->desc.allocator, tree.items);
+    return rfi_gr_rule_add(g, part, 1);
+}
+
+/* The rule of a member: key, colon and value. */
+static uint32_t rfi_gr_member(rfi_gr_schema *s, rfi_value key, uint32_t key_rule, rfi_value schema) {
+    const rfi_gr_part part = rfi_gr_part_new(s->g);
+    uint32_t at = key.kind == RFI_V_TEXT ? rfi_gr_then_value(s, part.start, key)
+                                         : rfi_gr_then_call(s->g, part.start, key_rule);
+    at = rfi_gr_then_rule(s, rfi_gr_then_text(s->g, at, ":"), "ws");
+    rfi_gr_join(s->g, rfi_gr_then(s->g, at, rfi_gr_compile(s, schema)), part.end);
+    return rfi_gr_rule_add(s->g, part, 1);
+}
+
+static int rfi_gr_is_required(rfi_gr_schema *s, rfi_value schema, rfi_value key) {
+    const rfi_value required = rfi_gr_get(schema, "required");
+    if (required.kind == RFI_V_ABSENT) return 0;
+    if (required.kind != RFI_V_LIST) return rfi_gr_refuse(s, RF_ERR_FORMAT, "required", "want a list of names"), 0;
+    rfi_gr_spend(s->g, required.u.list->n);
+    return rfi_gr_among(required, key);
+}
+
+/* Members in the order of `properties`, then others. first, more: where none is written yet, and where some are. */
+static uint32_t rfi_gr_object(rfi_gr_schema *s, rfi_value schema, uint32_t at) {
+    rf_grammar *g = s->g;
+    rfi_value properties = rfi_gr_get(schema, "properties"), others = rfi_gr_get(schema, "additionalProperties");
+    const rfi_value required = rfi_gr_get(schema, "required");
+    const uint32_t min = rfi_gr_size(s, schema, "minProperties", 0);
+    const uint32_t max = rfi_gr_size(s, schema, "maxProperties", RFI_GR_NONE);
+    const uint32_t end = rfi_gr_state(g), close = rfi_gr_state(g);
+    if (properties.kind == RFI_V_ABSENT && others.kind == RFI_V_ABSENT) others = rfi_v_bool(1);
+    if (properties.kind == RFI_V_ABSENT) properties = rfi_v_dict(s->m);
+    if (properties.kind != RFI_V_DICT)
+        return rfi_gr_refuse(s, RF_ERR_FORMAT, "properties", "want an object of schemas").start;
+    const uint32_t n = properties.u.dict->n;
+    if (min > 1 || (n && (min || max != RFI_GR_NONE)))
+        return rfi_gr_refuse(s, RF_ERR_UNSUPPORTED, min ? "minProperties" : "maxProperties",
+                             "want no count of named properties, and at least 0 or 1 of others").start;
+    for (uint32_t i = 0; required.kind == RFI_V_LIST && i < required.u.list->n; i++)
+        if (!rfi_dict_find(properties.u.dict, required.u.list->items[i]))
+            return rfi_gr_refuse(s, RF_ERR_UNSUPPORTED, "required", "want names that are in properties").start;
+    uint32_t first = rfi_gr_then_rule(s, rfi_gr_then_text(g, at, "{"), "ws"), more = rfi_gr_state(g);
+    for (uint32_t i = 0; i < n && !rfi_gr_failed(g); i++) {
+        const rfi_entry *e = &properties.u.dict->entries[i];
+        const uint32_t before = rfi_gr_down(s, "properties", e->key), next = rfi_gr_state(g), none = rfi_gr_state(g);
+        const uint32_t rule = rfi_gr_member(s, e->key, 0, e->value);
+        rfi_gr_edge_add(g, first, next, RFI_GR_CALL | rule);
+        rfi_gr_edge_add(g, rfi_gr_then_rule(s, rfi_gr_then_text(g, more, ","), "ws"), next, RFI_GR_CALL | rule);
+        if (!rfi_gr_is_required(s, schema, e->key)) rfi_gr_join(g, first, none), rfi_gr_join(g, more, next);
+        first = none, more = next, s->n_path = before;
+    }
+    if (others.kind != RFI_V_ABSENT && !(others.kind == RFI_V_BOOL && !others.u.i) && max) {
+        const uint32_t before = rfi_gr_down(s, "additionalProperties", rfi_v_none());
+        const uint32_t key = n ? rfi_gr_other_key(s, properties) : rfi_gr_json_rule(s, "string");
+        const uint32_t rule = rfi_gr_member(s, rfi_v_none(), key, others);
+        rfi_gr_edge_add(g, first, more, RFI_GR_CALL | rule);
+        for (uint32_t i = 1; i < max && max != RFI_GR_NONE && !rfi_gr_failed(g); i++) {
+            const uint32_t next = rfi_gr_state(g);
+            rfi_gr_edge_add(g, rfi_gr_then_rule(s, rfi_gr_then_text(g, more, ","), "ws"), next, RFI_GR_CALL | rule);
+            rfi_gr_join(g, rfi_gr_then_rule(s, more, "ws"), close);
+            more = next;
+        }
+        if (max == RFI_GR_NONE)
+            rfi_gr_edge_add(g, rfi_gr_then_rule(s, rfi_gr_then_text(g, more, ","), "ws"), more, RFI_GR_CALL | rule);
+        s->n_path = before;
+    }
+    if (min == 0) rfi_gr_join(g, first, close);
+    rfi_gr_join(g, rfi_gr_then_rule(s, more, "ws"), close);
+    rfi_gr_edge_add(g, close, end, '}' | '}' << 8);
+    return end;
+}
+
+/* ---- schemas ---- */
+
+static int rfi_gr_type_bit(rfi_value v) {
+    const int is_whole = v.kind == RFI_V_FLOAT && v.u.f == floor(v.u.f);
+    return v.kind == RFI_V_DICT ? 1 : v.kind == RFI_V_LIST ? 2 : v.kind == RFI_V_TEXT ? 4
+         : v.kind == RFI_V_INT || is_whole ? 8 | 16 : v.kind == RFI_V_FLOAT ? 16 : v.kind == RFI_V_BOOL ? 32 : 64;
+}
+
+/* The types that a schema allows, as bits, by type, or by the keywords that it has. Checks the keywords' names. */
+static uint32_t rfi_gr_types_of(rfi_gr_schema *s, rfi_value schema) {
+    const rfi_value type = rfi_gr_get(schema, "type");
+    uint32_t types = 0, by_keys = 0;
+    for (uint32_t i = 0; i < schema.u.dict->n && !rfi_gr_failed(s->g); i++) {
+        const rfi_value key = schema.u.dict->entries[i].key;
+        char name[60];
+        size_t k = 0;
+        while (k < RFI_COUNT(rfi_gr_keywords) && !rfi_v_is(key, rfi_gr_keywords[k].name)) k++;
+        snprintf(name, sizeof name, "%.*s", (int)rfi_min_u64(key.n, 50), key.u.text);
+        if (k < RFI_COUNT(rfi_gr_keywords)) by_keys |= rfi_gr_keywords[k].types & 127;
+        else rfi_gr_refuse(s, RF_ERR_UNSUPPORTED, name, "this keyword is not supported");
+    }
+    for (uint32_t i = 0; type.kind != RFI_V_ABSENT && i < (type.kind == RFI_V_LIST ? type.u.list->n : 1); i++) {
+        const rfi_value name = type.kind == RFI_V_LIST ? type.u.list->items[i] : type;
+        uint32_t k = 0;
+        while (k < RFI_GR_TYPES && !rfi_v_is(name, rfi_gr_types[k])) k++;
+        if (k == RFI_GR_TYPES) rfi_gr_refuse(s, RF_ERR_FORMAT, "type", "want names of JSON's types");
+        else types |= 1u << k;
+    }
+    if (types & 16) types &= ~8u; /* number has the integers */
+    return type.kind != RFI_V_ABSENT ? types : by_keys ? by_keys & ~8u : 127 & ~8u;
+}
+
+/* Can no value be of both schemas? By type, constants, or a property that both require; 0 if that is not seen. */
+static int rfi_gr_excludes(rfi_gr_schema *s, rfi_value a, rfi_value b, uint32_t depth) {
+    if (a.kind == RFI_V_DICT && rfi_gr_has(a, "$ref")) a = rfi_gr_resolve(s, rfi_gr_get(a, "$ref"));
+    if (b.kind == RFI_V_DICT && rfi_gr_has(b, "$ref")) b = rfi_gr_resolve(s, rfi_gr_get(b, "$ref"));
+    if (a.kind != RFI_V_DICT || b.kind != RFI_V_DICT || depth > 20 || !rfi_gr_spend(s->g, 1)) return 0;
+    const rfi_value both[2] = {a, b};
+    uint32_t types[2] = {0, 0};
+    rfi_value constant[2];
+    for (int i = 0; i < 2; i++) {
+        const rfi_value list = rfi_gr_get(both[i], "enum");
+        constant[i] = rfi_gr_has(both[i], "const") ? rfi_gr_get(both[i], "const") : list;
+        types[i] = rfi_gr_has(both[i], "type") ? rfi_gr_types_of(s, both[i]) : 127;
+        types[i] |= types[i] & 16 ? 8 : 0;
+    }
+    if (!(types[0] & types[1])) return 1;
+    for (int i = 0; i < 2; i++) {
+        const int is_list = constant[i].kind == RFI_V_LIST && !rfi_gr_has(both[i], "const");
+        if (constant[i].kind == RFI_V_ABSENT) continue;
+        int apart = 1;
+        for (uint32_t k = 0; apart && k < (is_list ? constant[i].u.list->n : 1); k++) {
+            const rfi_value v = is_list ? constant[i].u.list->items[k] : constant[i];
+            apart = (constant[!i].kind != RFI_V_ABSENT && !rfi_gr_among(constant[!i], v)) ||
+                    !((uint32_t)rfi_gr_type_bit(v) & types[!i]);
+        }
+        if (apart) return 1;
+    }
+    const rfi_value own = rfi_gr_get(a, "properties"), other = rfi_gr_get(b, "properties");
+    for (uint32_t i = 0; own.kind == RFI_V_DICT && other.kind == RFI_V_DICT && i < own.u.dict->n; i++) {
+        const rfi_entry *e = &own.u.dict->entries[i], *f = rfi_dict_find(other.u.dict, e->key);
+        if (f && rfi_gr_is_required(s, a, e->key) && rfi_gr_is_required(s, b, e->key) && types[0] == 1 &&
+            types[1] == 1 && rfi_gr_excludes(s, e->value, f->value, depth + 1)) return 1;
+    }
+    return 0;
+}
+
+/* anyOf, oneOf: each branch with what stands beside them. */
+static rfi_gr_part rfi_gr_branches(rfi_gr_schema *s, rfi_value schema, const char *key) {
+    const rfi_gr_part all = rfi_gr_part_new(s->g);
+    const rfi_value list = rfi_gr_get(schema, key), rest = rfi_gr_without(s, schema, key);
+    if (list.kind != RFI_V_LIST || list.u.list->n == 0)
+        return rfi_gr_refuse(s, RF_ERR_FORMAT, key, "want a list of schemas");
+    for (uint32_t i = 0; i < list.u.list->n && !rfi_gr_failed(s->g); i++) {
+        for (uint32_t k = 0; k < i && *key == 'o' && !rfi_gr_failed(s->g); k++)
+            if (!rfi_gr_excludes(s, list.u.list->items[i], list.u.list->items[k], 0))
+                rfi_gr_refuse(s, RF_ERR_UNSUPPORTED, key, "want schemas that exclude each other by type, constants or "
+                              "a required property (or anyOf)");
+        const uint32_t before = rfi_gr_down(s, key, rfi_v_int(i));
+        rfi_value branch = list.u.list->items[i];
+        if (rfi_gr_n_keys(rest)) branch = rfi_gr_merge(s, rest, branch);
+        rfi_gr_join(s->g, rfi_gr_then(s->g, all.start, rfi_gr_compile(s, branch)), all.end);
+        s->n_path = before;
+    }
+    return all;
+}
+
+/* The values of const or enum that are of an allowed type. Other keywords beside them are refused. */
+static rfi_gr_part rfi_gr_constants(rfi_gr_schema *s, rfi_value schema) {
+    const rfi_gr_part all = rfi_gr_part_new(s->g);
+    const int has_const = rfi_gr_has(schema, "const");
+    const rfi_value list = rfi_gr_get(schema, "enum"), value = rfi_gr_get(schema, "const");
+    const uint32_t types = rfi_gr_has(schema, "type") ? rfi_gr_types_of(s, schema) : 127;
+    if (list.kind != RFI_V_ABSENT && list.kind != RFI_V_LIST)
+        return rfi_gr_refuse(s, RF_ERR_FORMAT, "enum", "want a list of values");
+    for (size_t k = 0; k < RFI_COUNT(rfi_gr_keywords); k++)
+        if (rfi_gr_keywords[k].types & 127 && rfi_gr_has(schema, rfi_gr_keywords[k].name))
+            return rfi_gr_refuse(s, RF_ERR_UNSUPPORTED, rfi_gr_keywords[k].name, "cannot be combined with const, enum");
+    for (uint32_t i = 0; i < (has_const ? 1 : list.u.list->n) && !rfi_gr_failed(s->g); i++) {
+        const rfi_value v = has_const ? value : list.u.list->items[i];
+        if (!((uint32_t)rfi_gr_type_bit(v) & types)) continue;
+        if (has_const && list.kind == RFI_V_LIST && !rfi_gr_among(list, v)) continue;
+        rfi_gr_join(s->g, rfi_gr_then_value(s, all.start, v), all.end);
+    }
+    return all;
+}
+
+/* The rule of what a $ref names; it is compiled later, so that it may name itself. */
+static uint32_t rfi_gr_ref(rfi_gr_schema *s, rfi_value ref) {
+    const rfi_value target = rfi_gr_resolve(s, ref);
+    rfi_gr_pending *p = (rfi_gr_pending *)s->pending.items;
+    if (rfi_gr_failed(s->g)) return 0;
+    for (uint32_t i = 0; i < s->pending.n; i++)
+        if (rfi_gr_spend(s->g, 1) && p[i].path.n == ref.n && memcmp(p[i].path.u.text, ref.u.text, ref.n) == 0)
+            return p[i].rule;
+    const uint32_t rule = rfi_gr_rule_add(s->g, rfi_gr_part_new(s->g), 1);
+    if (!rfi_gr_reserve(s->g, &s->pending, 1)) return 0;
+    RFI_GR_RULES(s->g)[rule].name = ref;
+    ((rfi_gr_pending *)s->pending.items)[s->pending.n++] = (rfi_gr_pending){target, ref, rule};
+    return rule;
+}
+
+static rfi_gr_part rfi_gr_compile_dict(rfi_gr_schema *s, rfi_value v) {
+    static uint32_t (*const makers[4])(rfi_gr_schema *, rfi_value, uint32_t) = {rfi_gr_object, rfi_gr_array,
+                                                                                rfi_gr_string, rfi_gr_integer};
+    rf_grammar *g = s->g;
+    const uint32_t types = rfi_gr_types_of(s, v);
+    const rfi_gr_part all = rfi_gr_part_new(g);
+    if (rfi_gr_failed(g)) return all;
+    if (rfi_gr_has(v, "$ref") && rfi_gr_n_keys(v) == 1) {
+        rfi_gr_edge_add(g, all.start, all.end, RFI_GR_CALL | rfi_gr_ref(s, rfi_gr_get(v, "$ref")));
+        return all;
+    }
+    if (rfi_gr_has(v, "$ref")) return rfi_gr_compile(s, rfi_gr_merge(s, v, rfi_v_dict(s->m)));
+    if (rfi_gr_has(v, "allOf")) {
+        const rfi_value list = rfi_gr_get(v, "allOf");
+        rfi_value out = rfi_gr_without(s, v, "allOf");
+        if (list.kind != RFI_V_LIST) return rfi_gr_refuse(s, RF_ERR_FORMAT, "allOf", "want a list of schemas");
+        for (uint32_t i = 0; i < list.u.list->n && !rfi_gr_failed(g); i++)
+            out = rfi_gr_merge(s, out, list.u.list->items[i]);
+        return rfi_gr_compile(s, out);
+    }
+    if (rfi_gr_has(v, "anyOf")) return rfi_gr_branches(s, v, "anyOf");
+    if (rfi_gr_has(v, "oneOf")) return rfi_gr_branches(s, v, "oneOf");
+    if (rfi_gr_has(v, "const") || rfi_gr_has(v, "enum")) return rfi_gr_constants(s, v);
+    if (types == (127 & ~8u)) {
+        rfi_gr_edge_add(g, all.start, all.end, RFI_GR_CALL | rfi_gr_json_rule(s, "value"));
+        return all;
+    }
+    for (uint32_t k = 0; k < RFI_GR_TYPES; k++) {
+        if (!(types >> k & 1)) continue;
+        int64_t bound;
+        if (k == 4 && (rfi_gr_bound(s, v, 0, &bound) || rfi_gr_bound(s, v, 1, &bound)))
+            return rfi_gr_refuse(s, RF_ERR_UNSUPPORTED, rfi_gr_has(v, "minimum") ? "minimum" : rfi_gr_has(v, "maximum")
+                                 ? "maximum" : rfi_gr_has(v, "exclusiveMinimum") ? "exclusiveMinimum"
+                                 : "exclusiveMaximum", "bounds are supported of integers (type) only");
+        const uint32_t at = k < 4 ? makers[k](s, v, all.start) : rfi_gr_then_rule(s, all.start, rfi_gr_types[k]);
+        rfi_gr_join(g, at, all.end);
+    }
+    return all;
+}
+
+/* A schema's values. */
+static rfi_gr_part rfi_gr_compile(rfi_gr_schema *s, rfi_value v) {
+    rfi_gr_part part = rfi_gr_part_new(s->g);
+    if (v.kind == RFI_V_BOOL) {
+        if (v.u.i) part.end = rfi_gr_then_rule(s, part.start, "value");
+        return part;
+    }
+    if (v.kind != RFI_V_DICT) return rfi_gr_refuse(s, RF_ERR_FORMAT, "", "want a schema: an object, true or false");
+    if (s->depth >= s->g->desc.max_depth)
+        return rfi_gr_refuse(s, RF_ERR_UNSUPPORTED, "", "nests too deep (rf_grammar_desc.max_depth)");
+    s->depth++;
+    part = rfi_gr_compile_dict(s, v);
+    s->depth--;
+    return part;
+}
+
+static uint32_t rfi_gr_compile_schema(rfi_gr_reader *json, rf_string source) {
+    rf_grammar *g = json->g;
+    rfi_gr_schema s = {.g = g, .m = json->m, .json = json, .pending = {.element_bytes = sizeof(rfi_gr_pending)}};
+    const rfi_value root = rfi_v_string("#");
+    s.root = rfi_json_parse(json->m, source, "JSON schema", 0);
+    if (g->err->code == RF_ERR_ARGUMENT) g->err->code = RF_ERR_FORMAT; /* the JSON's syntax */
+    const uint32_t rule = rfi_gr_failed(g) ? 0 : rfi_gr_ref(&s, root);
+    for (uint32_t i = 0; i < s.pending.n && !rfi_gr_failed(g); i++) {
+        const rfi_gr_pending p = ((rfi_gr_pending *)s.pending.items)[i];
+        s.n_path = (uint32_t)rfi_min_u64(p.path.n - 1, sizeof s.path - 100);
+        memcpy(s.path, p.path.u.text + 1, s.n_path);
+        const rfi_gr_part part = rfi_gr_compile(&s, p.schema);
+        rfi_gr_join(g, RFI_GR_RULES(g)[p.rule].start, part.start);
+        rfi_gr_join(g, part.end, RFI_GR_RULES(g)[p.rule].end);
+    }
+    g->n_bytes -= (uint64_t)s.pending.capacity * s.pending.element_bytes;
+    rfi_free(&g->desc.allocator, s.pending.items);
+    return rule;
+}
+
+/* ---- public: grammars and matchers ---- */
+
+ROCMFORGE_API rf_result rf_grammar_open(const rf_tokenizer *t, rf_grammar_kind kind, rf_string source,
+                                        const rf_grammar_desc *desc, rf_grammar **out, rf_error *err) {
+    rf_error own = {.code = RF_OK};
+    const int is_json = kind == RF_GRAMMAR_JSON_SCHEMA;
+    rfi_clear(err);
+    if (out) *out = NULL;
+    if (!err) err = &own;
+    if (!t || !out || (!source.data && source.len) || source.len > 1 << 20 || (!is_json && kind != RF_GRAMMAR_GBNF))
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_grammar_open: want a tokenizer, a kind, at most 1 MiB, and out");
+    rf_grammar_desc d = desc ? *desc : (rf_grammar_desc){.max_memory = 0};
+    if (!d.allocator.alloc_fn) d.allocator = t->allocator;
+    if (!d.max_memory) d.max_memory = 64 << 20;
+    if (!d.max_steps) d.max_steps = 4000000;
+    if (!d.max_depth) d.max_depth = 100;
+    rf_grammar *g = (rf_grammar *)rfi_alloc(&d.allocator, 1, sizeof *g, "a grammar", err);
+    if (!g) return RF_ERR_MEMORY;
+    g->desc = d, g->err = err, g->t = (rf_tokenizer *)(uintptr_t)t;
+    atomic_fetch_add(&g->t->n_users, 1);
+    rfi_gr_table *const tables[] = {&g->nodes, &g->sets, &g->work};
+    rfi_gr_pool *const pools[] = {&g->first, &g->ranges, &g->next, &g->mask_of, &g->key};
+    for (size_t i = 0; i < RFI_COUNT(tables); i++) tables[i]->words.element_bytes = tables[i]->at.element_bytes = 4;
+    for (size_t i = 0; i < RFI_COUNT(pools); i++) pools[i]->element_bytes = 4;
+    g->flags.element_bytes = 1, g->edges.element_bytes = sizeof(rfi_gr_edge);
+    g->rules.element_bytes = sizeof(rfi_gr_rule), g->masks.element_bytes = sizeof(rfi_gr_mask);
+    rfi_values m = {.allocator = d.allocator, .err = err, .max_bytes = d.max_memory, .max_steps = d.max_steps,
+                    .max_out = d.max_memory, .max_depth = d.max_depth, .what = is_json ? "JSON schema" : "grammar"};
+    const rfi_value names = rfi_v_dict(&m);
+    const rf_string text = is_json ? rf_string_of(rfi_gr_json) : source;
+    const char *p = text.len ? text.data : "";
+    rfi_gr_reader r = {.g = g, .m = &m, .names = names.u.dict, .start = p, .p = p, .end = p + text.len};
+    uint32_t root = 0;
+    g->vocab = rfi_gr_vocab_of(g->t, err);
+    if (g->vocab) rfi_gr_rules(&r);
+    if (!rfi_gr_failed(g) && is_json) root = rfi_gr_compile_schema(&r, source);
+    else if (!rfi_gr_failed(g)) {
+        const rfi_entry *e = rfi_dict_find(r.names, rfi_v_string("root"));
+        if (e) root = (uint32_t)e->value.u.i;
+        else rfi_fail(err, RF_ERR_FORMAT, 0, "grammar: want a rule that is named root");
+    }
+    rfi_gr_finish(g, root);
+    rfi_values_close(&m);
+    if (rfi_gr_failed(g)) {
+        const rf_result code = g->err->code;
+        rf_grammar_close(g, NULL);
+        return code;
+    }
+    g->err = NULL;
+    *out = g;
+    return RF_OK;
+}
+
+ROCMFORGE_API rf_result rf_grammar_close(rf_grammar *g, rf_error *err) {
+    rfi_clear(err);
+    if (!g) return RF_OK;
+    if (g->matchers) return rfi_fail(err, RF_ERR_BUSY, 0, "rf_grammar_close: a matcher uses the grammar");
+    const rf_allocator a = g->desc.allocator;
+    rfi_gr_table *const tables[] = {&g->nodes, &g->sets, &g->work};
+    rfi_gr_pool *const pools[] = {&g->flags, &g->edges, &g->first, &g->rules, &g->ranges, &g->next, &g->mask_of,
+                                  &g->key};
+    for (size_t i = 0; i < RFI_COUNT(tables); i++)
+        rfi_free(&a, tables[i]->words.items), rfi_free(&a, tables[i]->at.items), rfi_free(&a, tables[i]->slots);
+    for (size_t i = 0; i < RFI_COUNT(pools); i++) rfi_free(&a, pools[i]->items);
+    for (uint32_t i = 0; i < g->masks.n; i++) rfi_free(&a, RFI_GR_MASKS(g)[i].bits);
+    rfi_free(&a, g->masks.items);
+    rf_tokenizer *t = g->t;
+    rfi_free(&a, g);
+    atomic_fetch_sub(&t->n_users, 1); /* last: the allocator may be its file's */
+    return RF_OK;
+}
+
+static uint32_t *rfi_matcher_now(const rf_grammar_matcher *m) { return &m->past[m->n % (m->max_rollback + 1ull)]; }
+
+ROCMFORGE_API rf_result rf_grammar_matcher_open(rf_grammar *g, uint32_t max_rollback, rf_grammar_matcher **out,
+                                                rf_error *err) {
+    rfi_clear(err);
+    if (out) *out = NULL;
+    if (!g || !out || max_rollback > 1 << 24)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_grammar_matcher_open: want a grammar, at most 2^24 tokens, out");
+    rf_grammar_matcher *m = (rf_grammar_matcher *)rfi_alloc(&g->desc.allocator, 1, sizeof *m, "a matcher", err);
+    uint32_t *past = (uint32_t *)rfi_alloc(&g->desc.allocator, max_rollback + 1ull, sizeof *past, "a matcher", err);
+    if (!m || !past) return rfi_free(&g->desc.allocator, m), rfi_free(&g->desc.allocator, past), RF_ERR_MEMORY;
+    *m = (rf_grammar_matcher){.g = g, .next = g->matchers, .past = past, .max_rollback = max_rollback};
+    g->matchers = m;
+    rf_grammar_matcher_reset(m);
+    *out = m;
+    return RF_OK;
+}
+
+ROCMFORGE_API rf_result rf_grammar_matcher_close(rf_grammar_matcher *m, rf_error *err) {
+    rfi_clear(err);
+    if (!m) return RF_OK;
+    rf_grammar_matcher **at = &m->g->matchers;
+    while (*at != m) at = &(*at)->next;
+    *at = m->next;
+    const rf_allocator *a = &m->g->desc.allocator;
+    rfi_free(a, m->past), rfi_free(a, m);
+    return RF_OK;
+}
+
+ROCMFORGE_API rf_result rf_grammar_matcher_copy(const rf_grammar_matcher *m, rf_grammar_matcher **out, rf_error *err) {
+    if (out) *out = NULL;
+    if (!m) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_grammar_matcher_copy: matcher is NULL");
+    rf_result r = rf_grammar_matcher_open(m->g, m->max_rollback, out, err);
+    if (r != RF_OK) return r;
+    memcpy((*out)->past, m->past, (m->max_rollback + 1ull) * sizeof *m->past);
+    (*out)->n = m->n, (*out)->n_past = m->n_past;
+    (*out)->opener = m->opener, (*out)->is_opened = m->is_opened;
+    return RF_OK;
+}
+
+ROCMFORGE_API void rf_grammar_matcher_reset(rf_grammar_matcher *m) {
+    if (!m) return;
+    m->n = m->n_past = 0;
+    m->opener = -1, m->is_opened = 0;
+    m->past[0] = m->g->start;
+}
+
+/* The text goes on with bytes. `set`: where it then is. */
+static rf_result rfi_matcher_bytes(rf_grammar_matcher *m, const uint8_t *p, uint64_t n, uint32_t *set, rf_error *err) {
+    rf_grammar *g = m->g;
+    rfi_gr_begin(g, err);
+    *set = *rfi_matcher_now(m);
+    for (uint64_t i = 0; i < n; i++) {
+        *set = rfi_gr_follow(g, *set, g->class_of[p[i]]);
+        if (rfi_gr_failed(g)) return g->err->code;
+        if (*set == 0) return rfi_fail(err, RF_ERR_ARGUMENT, i, "grammar: byte %llu, 0x%02x, is not what can come here",
+                                       RFI_LLU(i), p[i]);
+    }
+    return RF_OK;
+}
+
+static void rfi_matcher_push(rf_grammar_matcher *m, uint32_t set) {
+    m->n++;
+    if (m->n_past < m->max_rollback) m->n_past++;
+    *rfi_matcher_now(m) = set;
+}
+
+ROCMFORGE_API rf_result rf_grammar_matcher_accept_text(rf_grammar_matcher *m, rf_string text, rf_error *err) {
+    rf_error own = {.code = RF_OK};
+    uint32_t set;
+    rfi_clear(err);
+    if (!m || (!text.data && text.len))
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_grammar_matcher_accept_text: want a matcher and a text");
+    const rf_result r = rfi_matcher_bytes(m, (const uint8_t *)text.data, text.len, &set, err ? err : &own);
+    if (r == RF_OK) rfi_matcher_push(m, set);
+    return r;
+}
+
+ROCMFORGE_API rf_result rf_grammar_matcher_accept(rf_grammar_matcher *m, int32_t token, rf_error *err) {
+    rf_error own = {.code = RF_OK};
+    uint32_t set;
+    rfi_clear(err);
+    if (!m || token < 0 || (uint32_t)token >= m->g->t->n_vocab)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_grammar_matcher_accept: want a matcher, a token; got %d", token);
+    if (token == m->opener) return m->opener = -1, m->is_opened = 1, RF_OK;
+    const rfi_gr_vocab *v = m->g->vocab;
+    const uint32_t n = v->at[token + 1] - v->at[token];
+    const int ends = rf_token_is_end(m->g->t, token) && rf_grammar_matcher_is_complete(m);
+    if (n == 0 && !ends)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "grammar: token %d %s", token, rf_token_is_end(m->g->t, token)
+                        ? "ends a text that is not complete" : "has no text, or is a control token");
+    const rf_result r = rfi_matcher_bytes(m, v->bytes + v->at[token], n, &set, err ? err : &own);
+    if (r == RF_OK) rfi_matcher_push(m, set);
+    return r;
+}
+
+ROCMFORGE_API rf_result rf_grammar_matcher_rollback(rf_grammar_matcher *m, uint32_t n, rf_error *err) {
+    rfi_clear(err);
+    if (!m || n > m->n_past)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_grammar_matcher_rollback: %u tokens, %llu can be taken back", n,
+                        RFI_LLU(m ? m->n_past : 0));
+    m->n -= n, m->n_past -= n;
+    return RF_OK;
+}
+
+ROCMFORGE_API int rf_grammar_matcher_is_complete(const rf_grammar_matcher *m) {
+    uint32_t n;
+    return m && rfi_gr_key(&m->g->sets, *rfi_matcher_now(m), &n)[0] != 0;
+}
+
+ROCMFORGE_API rf_result rf_grammar_matcher_get_mask(rf_grammar_matcher *m, const uint64_t **mask, rf_error *err) {
+    rf_error own = {.code = RF_OK};
+    rfi_clear(err);
+    if (mask) *mask = NULL;
+    if (!m || !mask)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_grammar_matcher_get_mask: matcher or mask is NULL");
+    rfi_gr_begin(m->g, err ? err : &own);
+    *mask = rfi_gr_mask_get(m->g, *rfi_matcher_now(m));
+    return m->g->err->code;
+}
+
+ROCMFORGE_API rf_result rf_grammar_matcher_apply(rf_grammar_matcher *m, float *logits, uint32_t n_vocab,
+                                                 rf_error *err) {
+    static const float banned[64] = {
+#define RFI_8(x) x, x, x, x, x, x, x, x
+        RFI_8(-INFINITY), RFI_8(-INFINITY), RFI_8(-INFINITY), RFI_8(-INFINITY),
+        RFI_8(-INFINITY), RFI_8(-INFINITY), RFI_8(-INFINITY), RFI_8(-INFINITY)};
+#undef RFI_8
+    const uint64_t *mask;
+    uint64_t any = 0;
+    if (!logits) m = NULL;
+    const rf_result r = rf_grammar_matcher_get_mask(m, &mask, err);
+    if (r != RF_OK) return r;
+    const uint64_t n_words = m->g->vocab->n_words;
+    const int opens = m->opener >= 0 && (uint32_t)m->opener < n_vocab;
+    const float logit = opens ? logits[m->opener] : 0;
+    for (uint64_t w = 0; w < ((uint64_t)n_vocab + 63) / 64; w++) {
+        const uint64_t bits = w < n_words ? mask[w] : 0;
+        const uint32_t n = (uint32_t)rfi_min_u64(64, n_vocab - 64 * w);
+        any |= bits;
+        if (bits == 0) memcpy(logits + 64 * w, banned, n * sizeof *logits);
+        else for (uint32_t i = 0; i < n; i++)
+            if (!(bits >> i & 1)) logits[64 * w + i] = -INFINITY;
+    }
+    if (opens) logits[m->opener] = logit;
+    if (any) return RF_OK;
+    return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "grammar: no token of the vocabulary goes on");
+}
+
 RFI_ONCE_CODE_END
 
 /* ==== 13e Sampling ======================================================================================= >>sample
@@ -24344,7 +26503,9 @@ ROCMFORGE_API rf_result rf_sampler_sample(rf_sampler *s, float *logits, uint32_t
                         n_vocab);
     const rf_sampler_desc *d = &s->desc;
     if (d->logprobs) memcpy(d->logprob_memory, logits, n_vocab * sizeof *logits);
-    rf_result r = d->logits_fn ? d->logits_fn(logits, n_vocab, d->logits_user) : RF_OK;
+    rf_result r = d->grammar ? rf_grammar_matcher_apply(d->grammar, logits, n_vocab, err) : RF_OK;
+    if (r != RF_OK) return r;
+    if (d->logits_fn) r = d->logits_fn(logits, n_vocab, d->logits_user);
     if (r != RF_OK) return rfi_fail(err, r, 0, "sample: logits_fn returned %s", rf_result_name(r));
     rfi_sampler_adjust(s, logits, n_vocab);
 
@@ -24362,6 +26523,8 @@ ROCMFORGE_API rf_result rf_sampler_sample(rf_sampler *s, float *logits, uint32_t
         chosen = rfi_sampler_draw(s, &choice, NULL);
     }
     *token = (int32_t)chosen;
+    if (d->grammar) r = rf_grammar_matcher_accept(d->grammar, *token, err);
+    if (r != RF_OK) return r;
     if (d->logprobs) rfi_sampler_logprobs(s, n_vocab, *token);
     rf_sampler_accept(s, *token);
     return RF_OK;
@@ -24376,7 +26539,7 @@ ROCMFORGE_API rf_result rf_session_sample(rf_session *s, uint32_t i, rf_sampler 
     const rf_sampler_desc *d = &sampler->desc;
     const int is_argmax = d->temperature <= 0 && d->n_bias == 0 && (d->repeat_penalty == 0 || d->repeat_penalty == 1) &&
                           d->frequency_penalty == 0 && d->presence_penalty == 0 && d->dry_multiplier == 0 &&
-                          !d->logits_fn && !d->logprobs;
+                          !d->logits_fn && !d->logprobs && !d->grammar;
     if (is_argmax && !s->logits_copied && i < s->n_logits && s->argmax[i] >= 0) {
         *token = s->argmax[i];
         rf_sampler_accept(sampler, *token);
@@ -24721,6 +26884,7 @@ struct rf_answer {
     char *out;            /* [out_capacity] arguments of a call, as JSON                            */
     uint64_t out_capacity, n_out;
     char name[128];       /* gpt-oss: the recipient                                                 */
+    int has_thought;      /* the prompt has a thought, open or closed                               */
     int has_pairs;        /* the template writes GLM's <arg_key>: a call may be a name alone        */
     uint32_t n_calls;     /* given out, in all                                                      */
     rf_error *err;        /* of the running call                                                    */
@@ -25523,11 +27687,31 @@ ROCMFORGE_API rf_result rf_answer_open(const rf_answer_desc *desc, rf_answer **o
         if (f->type == RFI_HEADER && a->active >> i & 1) a->start = RFI_ANSWER_HEADER;
         if (f->type == RFI_THOUGHT && a->active >> i & 1 && d.prompt.len >= len &&
             memcmp(d.prompt.data + d.prompt.len - len, f->open, len) == 0) a->start_thought = f;
+        const size_t n_close = f->close ? strlen(f->close) : 0;
+        if (f->type == RFI_THOUGHT && d.prompt.len >= n_close &&
+            memcmp(d.prompt.data + d.prompt.len - n_close, f->close, n_close) == 0) a->has_thought = 1;
     }
-    if (a->start_thought) a->start = RFI_ANSWER_TEXT;
+    if (a->start_thought) a->start = RFI_ANSWER_TEXT, a->has_thought = 1;
     rfi_answer_begin(a);
     *out = a;
     return RF_OK;
+}
+
+/* The token that begins the opening of a thought, -1 if there is none. */
+static int32_t rfi_answer_opener(const rf_answer *a, const rf_tokenizer *t) {
+    for (size_t i = 0; i < RFI_COUNT(rfi_answer_formats); i++)
+        for (uint32_t id = 0; rfi_answer_formats[i].type == RFI_THOUGHT && a->active >> i & 1 && id < t->n_vocab; id++)
+            if (rfi_token_type(t, id) != RFI_TOKEN_NORMAL && t->text[id].len > 2 &&
+                t->text[id].len <= strlen(rfi_answer_formats[i].open) &&
+                memcmp(t->text[id].data, rfi_answer_formats[i].open, (size_t)t->text[id].len) == 0) return (int32_t)id;
+    return -1;
+}
+
+ROCMFORGE_API void rf_answer_guide(const rf_answer *a, rf_grammar_matcher *m, rf_sampler *s) {
+    if (!m || !s || m->n) return; /* a text that has begun stays one: JSON may look like a call */
+    const int is_text = !a || (a->state == RFI_ANSWER_TEXT && a->kind == RF_PIECE_ANSWER && a->n == 0);
+    s->desc.grammar = is_text ? m : NULL;
+    m->opener = a && is_text && !a->said && !a->has_thought && !m->is_opened ? rfi_answer_opener(a, m->g->t) : -1;
 }
 
 ROCMFORGE_API rf_result rf_answer_close(rf_answer *a, rf_error *err) {
@@ -25606,6 +27790,7 @@ typedef struct rfi_generating {
     uint32_t n;                /* of ids                                                  */
     uint32_t before;           /* tokens of the sequence before the answer                */
     rf_answer *answer;         /* of a chat, or NULL                                      */
+    rf_grammar_matcher *matcher; /* of d->grammar, or NULL                                */
     rf_detokenizer detokenizer;
     char *text;                /* [n_text] of capacity: may become a stop text            */
     uint64_t n_text, capacity;
@@ -25870,6 +28055,10 @@ static rf_result rfi_generate_begin(rfi_generating *g) {
     for (uint32_t i = g->n - remembered; i < g->n; i++) rf_sampler_accept(g->sampler, g->ids[i]);
     if (d->chat) r = rfi_generate_open_answer(g);
     if (r != RF_OK) return r;
+    if (d->grammar && d->grammar->t != g->t)
+        return rfi_fail(g->err, RF_ERR_ARGUMENT, 0, "rf_generate: the grammar is for another tokenizer");
+    if (d->grammar) r = rf_grammar_matcher_open(d->grammar, 0, &g->matcher, g->err);
+    if (r != RF_OK) return r;
     g->detokenizer = (rf_detokenizer){.tokenizer = g->t, .started = 1};
     r = d->append ? rfi_generate_eval(g, g->ids, g->n) : rfi_generate_fill(g, &result->n_reused);
     g->before = g->s->lengths[d->seq];
@@ -25884,6 +28073,7 @@ static rf_result rfi_generate_run(rfi_generating *g) {
     int stop = 0;
     while (r == RF_OK) {
         int32_t token = -1;
+        if (g->matcher) rf_answer_guide(g->answer, g->matcher, g->sampler);
         r = rf_session_sample(g->s, 0, g->sampler, &token, g->err);
         if (r != RF_OK) return r;
         result->last_token = token;
@@ -25919,6 +28109,7 @@ ROCMFORGE_API rf_result rf_generate(rf_session *s, const rf_generate_desc *desc,
     rfi_generating g = {.s = s, .d = desc, .result = result, .err = err, .sampler = desc->sampler,
                         .alloc = *rfi_session_allocator(s)};
     if (!g.sampler) rf_sampler_init(g.sampler = &greedy, NULL, NULL);
+    rf_grammar_matcher *const before = g.sampler->desc.grammar;
     r = rfi_generate_begin(&g);
     if (r == RF_OK) r = rfi_generate_run(&g);
     if (r == RF_OK) r = rfi_generate_flush(&g);
@@ -25930,6 +28121,8 @@ ROCMFORGE_API rf_result rf_generate(rf_session *s, const rf_generate_desc *desc,
     if (g.answer) result->n_calls = g.answer->n_calls;
     if (result->n_calls && result->finish == RF_FINISH_END) result->finish = RF_FINISH_CALL;
     rf_answer_close(g.answer, NULL);
+    g.sampler->desc.grammar = before;
+    rf_grammar_matcher_close(g.matcher, NULL);
     rfi_free(&g.alloc, g.fresh), rfi_free(&g.alloc, g.ids), rfi_free(&g.alloc, g.text), rfi_free(&g.alloc, g.messages);
     return r;
 }
@@ -26360,6 +28553,7 @@ RFI_ONCE_CODE_END
  *            tools, thinking, extra variables, a prefill; rf_chat_message more fields (name them: {.role = ...}).
  *            rf_chat_format(g, &chat, ...) -> (&chat, ...); template_name, rf_chat_template_name and rf_chat_final go.
  *          rf_session_open_file: file, device, model and session in one call; rf_session_get_model.
+ *          Grammars: rf_grammar_open (GBNF, JSON Schema), matchers, rf_sampler_desc.grammar, rf_generate_desc.grammar.
  *          rf_generate: from prompt or messages to text, in one call. rf_answer_open: thoughts, answer, tool calls.
  *          Schedulers share prefixes between requests: rf_request.no_reuse, n_reused; rf_scheduler_cancel. A server:
  *            examples/rocmforge_server.c.
