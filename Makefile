@@ -8,11 +8,13 @@ CFLAGS = -O2
 LIBS   = -lm -pthread
 B      = build
 
-EXAMPLES = $(patsubst examples/%.c,$(B)/%,$(wildcard examples/*.c))
+# the server needs two libraries; `make server` says so where they are missing
+HAVE_SERVER = $(shell printf '\043include <jansson.h>\n\043include <microhttpd.h>\n' | $(CC) -fsyntax-only -x c - 2>/dev/null && echo yes)
+EXAMPLES = $(patsubst examples/%.c,$(B)/%,$(filter-out $(if $(HAVE_SERVER),,examples/rocmforge_server.c),$(wildcard examples/*.c)))
 TESTS    = $(patsubst tests/%.c,$(B)/%,$(wildcard tests/test_*.c))
 SCRIPTS  = $(wildcard tests/test_*.sh)
 HEADERS  = rocmforge.h $(wildcard tests/*.h)
-PROGRAMS = $(notdir $(EXAMPLES))
+PROGRAMS = $(filter-out rocmforge_server,$(notdir $(EXAMPLES)))
 # the emulated kernels need any C++11 compiler
 HAVE_CXX = $(shell command -v $(CXX))
 EMULATED = $(if $(HAVE_CXX),$(B)/test_hip $(B)/hip_model $(B)/hip_goldens $(B)/hip_recurrent $(B)/rocmforge_cli_emu)
@@ -30,6 +32,11 @@ all: $(EXAMPLES)    ## build all examples into build/
 run: $(B)/rocmforge_cli    ## write some Shakespeare with the model in examples/
 	printf 'JULIET:\n' | ./$(B)/rocmforge_cli generate --gguf examples/shakespeare-5m.gguf --prompt-file - --echo \
 	  --max-tokens 89 --temp 0 --repeat-penalty 1.2
+
+server: $(B)/rocmforge_server    ## build the HTTP server (apt-get install libmicrohttpd-dev libjansson-dev)
+
+run-server: $(B)/rocmforge_server    ## serve the model in examples/ at http://127.0.0.1:8080
+	./$(B)/rocmforge_server examples/shakespeare-5m.gguf
 
 # Nearly everything that a change can break shows in `make test`. `make test-all` runs the rest: the many combinations, and what
 # needs other compilers, emulators and checkers. @quick and @slow are parts of a suite. The longest first.
@@ -104,7 +111,8 @@ endef
 
 deps:    ## install what the optional suites need (Debian packages; run as root)
 	apt-get install -y gcc g++ clang libclang-rt-14-dev valgrind libc6-dbg spin python3 python3-numpy musl-tools \
-	  gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user universal-ctags hipcc debootstrap cmake libedit-dev python3-sentencepiece
+	  gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user universal-ctags hipcc debootstrap cmake libedit-dev python3-sentencepiece \
+	  libmicrohttpd-dev libjansson-dev curl nodejs npm chromium chromium-driver
 
 clean:    ## remove build/
 	rm -rf $(B)
@@ -127,6 +135,9 @@ $(B)/rocmforge.a: rocmforge.h tests/internals.awk
 # line editing in a chat, where libedit is installed
 $(B)/rocmforge_cli: LIBS += $(shell echo 'int main(void) { return readline("") != 0; }' | $(CC) $(CFLAGS) -x c \
   -include stdio.h -include editline/readline.h - -o /dev/null -ledit 2>/dev/null && echo -DHAVE_EDITLINE -ledit)
+
+$(B)/rocmforge_server: LIBS += -lmicrohttpd -ljansson
+$(B)/rocmforge_server: examples/server_page.html
 
 # built by hand the examples contain the implementation; here they link the archive
 $(B)/%: examples/%.c rocmforge.h $(B)/rocmforge.a
@@ -161,4 +172,4 @@ $(B)/hip_model $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_threads $(B)/rocmfor
 	$(CC) $(CFLAGS) -DRF_TEST_EMU -DROCMFORGE_IMPLEMENTATION_DONE -I. -c $(firstword $(filter %.c,$^)) -o $@.o
 	$(CXX) $(CFLAGS) $@.o $(filter %.o %.a,$^) -o $@ $(LIBS)
 
-.PHONY: all run fuzz fuzz-inputs fuzz-models programs test test-emu test-emu-full test-gpu hip-check check-c gpu gpu-nvidia deps clean help
+.PHONY: all run server run-server fuzz fuzz-inputs fuzz-models programs test test-emu test-emu-full test-gpu hip-check check-c gpu gpu-nvidia deps clean help

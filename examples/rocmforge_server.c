@@ -1145,7 +1145,7 @@ static int make_choices(task *t) {
         c->prompt = t->inputs[i / t->n].tokens, c->n_prompt = t->inputs[i / t->n].n_tokens;
         c->detokenizer = (rf_detokenizer){.tokenizer = g.tokenizer, .started = 1};
         if (!open_sampler(c) || (t->api != API_COMPLETIONS && !open_answer(c))) return 0;
-        c->sampler.desc.grammar = !c->answer || rf_answer_is_text(c->answer) ? c->matcher : NULL;
+        if (c->matcher) rf_answer_guide(c->answer, c->matcher, &c->sampler);
     }
     t->n_open = t->n_choices;
     return 1;
@@ -1890,7 +1890,7 @@ static int on_token(int32_t token, void *user) {
                              ? RF_DETOKENIZE_SPECIAL : 0);
     const int stop = look_for_stops(c);
     if (stop) c->finish = "stop";
-    if (c->matcher) c->sampler.desc.grammar = !c->answer || rf_answer_is_text(c->answer) ? c->matcher : NULL;
+    if (c->matcher) rf_answer_guide(c->answer, c->matcher, &c->sampler);
     return stop;
 }
 
