@@ -2264,8 +2264,8 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_slice(rfk_slice_args a) {
 /* ==== 4 Matmul ========================================================================================== >>matmul
  * out[cols, n_out] = x[cols, n_in] W^T. Few columns (decode): a wave reads a row of W once and keeps one sum per
  * column. Many columns (prefill): tiles of 64 or 128 rows by as many columns, in shared memory. Quantized weights are
- * multiplied by int8 activations, or as bf16 by bf16 for more than 64 columns on Hopper; weights of floats by floats.
- * */
+ * multiplied by int8 activations, weights of floats by floats. For more than 64 columns on Hopper, quantized weights
+ * become bf16, and activations the weights' 16-bit type. */
 
 /* One product. A launch does up to three that share input and weight type (such as Q, K, V); each has the blocks
  * [end_block of the one before, end_block) of the grid. */
@@ -2454,6 +2454,18 @@ RFK_DEVICE void rfk_put_pair(const rfk_experts_args &a, uint32_t pair, uint32_t 
     a.out[(size_t)(pair / a.n_used) * a.out_stride + (size_t)(pair % a.n_used) * a.out_choice + row] = v;
 }
 
+/* The same for rows 4i .. 4i + 3. */
+RFK_DEVICE void rfk_put_pair4(const rfk_experts_args &a, uint32_t pair, uint32_t expert, uint32_t i, float *v) {
+    float *out = a.out + (size_t)(pair / a.n_used) * a.out_stride + (size_t)(pair % a.n_used) * a.out_choice;
+    const float factor = a.factor ? rfk_load_any(a.factor, a.factor_type, expert) : 1.0f;
+    for (uint32_t k = 0; k < 4; k++) {
+        v[k] *= factor;
+        if (a.bias && 4 * i + k < a.n_out)
+            v[k] += rfk_load_any(a.bias, a.bias_type, (size_t)expert * a.n_out + 4 * i + k);
+    }
+    rfk_set4(out, i, a.n_out, v);
+}
+
 /* grid [ceil(n_out / 4), n_used, rows]   block 4 waves, a row of W each   reads W once per pair */
 template <int TYPE, int WAVE>
 static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_experts(rfk_experts_args a) {
@@ -2513,7 +2525,7 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_experts_float(rfk
  * needs, so that no expert depends on the counts of others. Tiles that are not needed are empty. */
 #define RFK_PAIR_TILE 64
 struct rfk_pair_tile {
-    uint32_t expert, first, n;
+    uint32_t expert, first, n, number; /* number: of the expert's tiles before it */
 };
 struct rfk_pair_lists {
     uint32_t *sorted;    /* [n_pairs] */
@@ -2559,6 +2571,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_sort_pairs(rfk_sort_args a) {
         to.expert = expert;
         to.first = first + done;
         to.n = left < RFK_PAIR_TILE ? left : RFK_PAIR_TILE;
+        to.number = k;
         a.to.tile[tile + expert + k] = to;
     }
 }
@@ -3810,10 +3823,15 @@ RFK_DEVICE void rfk_copy16(int4 *to, const int4 *from) {
                  : "memory");
 }
 RFK_DEVICE void rfk_wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+RFK_DEVICE void rfk_commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+/* Wait until at most one committed group of this thread's copies is in flight. */
+RFK_DEVICE void rfk_wait_copies_but_one() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
 #else
 #define RFK_ASYNC_COPIES 0
 RFK_DEVICE void rfk_copy16(int4 *to, const int4 *from) { *to = *from; }
 RFK_DEVICE void rfk_wait_copies() {}
+RFK_DEVICE void rfk_commit_copies() {}
+RFK_DEVICE void rfk_wait_copies_but_one() {}
 #endif
 
 RFK_DEVICE const rfk_tiles_args &rfk_tiles(const rfk_tiles_args &t) { return t; }
@@ -4175,10 +4193,12 @@ template <int WAVE> static __global__ void RFK_RESIDENT(RFK_BLOCK, 4) rfk_join_n
 }
 
 /* ---- many columns, on warpgroups ----
- * Hopper's wgmma multiplies 64 rows by 128 columns of bf16 in shared memory, asynchronously, for a warpgroup of four
- * waves. Warp specialization: a producer warpgroup decodes weights to bf16 into the stages of a ring buffer, a consumer
- * multiplies; activations were converted by the kernel before. The rounding error is at most 2^-8 of a value, where
- * that of int8 activations is up to 1 / 254 of the largest in the group; bf16 do not overflow, as halves would.
+ * Hopper's wgmma multiplies 64 rows by 64 or 128 columns of 16-bit floats in shared memory, asynchronously, for a
+ * warpgroup of four waves. Warp specialization: a producer warpgroup decodes weights to bf16, or copies those that are
+ * 16-bit floats, into the stages of a ring buffer, a consumer multiplies; activations were converted by the kernel
+ * before. The rounding error of bf16 is at most 2^-8 of a value, where that of int8 activations is up to 1 / 254 of the
+ * largest in the group; bf16 do not overflow, as halves would. F16 weights are multiplied by halves: a row of
+ * activations is scaled by a power of two first, the error is 2^-11 of a value.
  * PTX ISA 8.7, "Asynchronous Warpgroup Level Matrix Instructions", "mbarrier". The n-th wait for an mbarrier returns
  * after n times the arrivals (and bytes) that it was made for. */
 
@@ -4217,8 +4237,11 @@ typedef uint64_t rfk_mbarrier;
 #endif
 
 #if defined(RFK_HAS_WGMMA)
+struct rfk_wgmma_columns {
+    uint32_t x[RFK_WGMMA_COLS]; /* rfk_wgmma_tile.x_row */
+};
 struct rfk_mbarriers {
-    rfk_mbarrier full[RFK_WGMMA_STAGES];  /* W and x of a stage are there (lane 0 of each wave arrives for W) */
+    rfk_mbarrier full[RFK_WGMMA_STAGES];  /* W and x of a stage are there: each producer wave and a bulk copy arrive */
     rfk_mbarrier empty[RFK_WGMMA_STAGES]; /* the consumer waves are done with it */
 };
 
@@ -4237,8 +4260,8 @@ template <int N> RFK_DEVICE void rfk_shrink_registers() {}
 RFK_DEVICE void rfk_wgmma_fence() {}
 RFK_DEVICE void rfk_wgmma_commit() {}
 template <int LEFT> RFK_DEVICE void rfk_wgmma_wait() {}
-RFK_DEVICE void rfk_wgmma(float *sum, const int4 *w, const int4 *x, int add) {
-    hip_emu_wgmma_m64n128k16_bf16(sum, w, x, add);
+template <int COLS, bool F16> RFK_DEVICE void rfk_wgmma(float *sum, const int4 *w, const int4 *x, int add) {
+    hip_emu_wgmma_m64k16<COLS, F16>(sum, w, x, add);
 }
 #else
 RFK_DEVICE uint32_t rfk_shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
@@ -4281,19 +4304,30 @@ RFK_DEVICE uint64_t rfk_wgmma_operand(const int4 *rows) {
 }
 #define RFK_WGMMA_8(s) "+f"((s)[0]), "+f"((s)[1]), "+f"((s)[2]), "+f"((s)[3]), "+f"((s)[4]), "+f"((s)[5]), \
     "+f"((s)[6]), "+f"((s)[7])
-#define RFK_WGMMA_64(s) RFK_WGMMA_8(s), RFK_WGMMA_8(s + 8), RFK_WGMMA_8(s + 16), RFK_WGMMA_8(s + 24), \
-    RFK_WGMMA_8(s + 32), RFK_WGMMA_8(s + 40), RFK_WGMMA_8(s + 48), RFK_WGMMA_8(s + 56)
-/* sum = (add ? sum : 0) + 64 rows of w times 128 columns of x over 16 values, asynchronously. A whole warpgroup. */
-RFK_DEVICE void rfk_wgmma(float *sum, const int4 *w, const int4 *x, int add) {
-    asm volatile("{.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-                 "%64, %65, p, 1, 1, 0, 0;\n}"
-                 : RFK_WGMMA_64(sum)
-                 : "l"(rfk_wgmma_operand(w)), "l"(rfk_wgmma_operand(x)), "r"(add));
+#define RFK_WGMMA_32(s) RFK_WGMMA_8(s), RFK_WGMMA_8(s + 8), RFK_WGMMA_8(s + 16), RFK_WGMMA_8(s + 24)
+#define RFK_WGMMA_64(s) RFK_WGMMA_32(s), RFK_WGMMA_32(s + 32)
+#define RFK_WGMMA_OF_128(type) \
+    asm volatile("{.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n" \
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " " \
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, " \
+                 "%64, %65, p, 1, 1, 0, 0;\n}" \
+                 : RFK_WGMMA_64(sum) \
+                 : "l"(rfk_wgmma_operand(w)), "l"(rfk_wgmma_operand(x)), "r"(add))
+/* sum = (add ? sum : 0) + 64 rows of w times COLS columns of x over 16 values, asynchronously. A whole warpgroup. */
+template <int COLS, bool F16> RFK_DEVICE void rfk_wgmma(float *sum, const int4 *w, const int4 *x, int add) {
+    if (COLS == 128 && F16) RFK_WGMMA_OF_128("f16");
+    else if (COLS == 128) RFK_WGMMA_OF_128("bf16");
+    else
+        asm volatile("{.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+                     "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+                     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+                     "%32, %33, p, 1, 1, 0, 0;\n}"
+                     : RFK_WGMMA_32(sum)
+                     : "l"(rfk_wgmma_operand(w)), "l"(rfk_wgmma_operand(x)), "r"(add));
 }
 #endif
 
@@ -4303,22 +4337,24 @@ RFK_DEVICE uint32_t rfk_wgmma_row(uint32_t i) {
 }
 RFK_DEVICE uint32_t rfk_wgmma_col(uint32_t i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
-/* The products of a stage, N times 64 rows, asynchronously. */
-template <int N> RFK_DEVICE void rfk_wgmma_step(float (&sum)[N][64], const int4 *w, const int4 *x, bool add) {
+/* The products of a stage with COLS columns, asynchronously: sum[n] has rows 64 n to 64 n + 63. */
+template <int COLS, bool F16>
+RFK_DEVICE void rfk_wgmma_step(float (&sum)[2][COLS / 2], const int4 *w, const int4 *x, bool add) {
     rfk_wgmma_fence();
     RFK_UNROLL(4)
     for (uint32_t k = 0; k < RFK_WGMMA_DEPTH / 16; k++)
         RFK_UNROLL(2)
-        for (uint32_t n = 0; n < (uint32_t)N; n++) rfk_wgmma(sum[n], w + 64 * 8 * n + 2 * k, x + 2 * k, k > 0 || add);
+        for (uint32_t n = 0; n < 2; n++)
+            rfk_wgmma<COLS, F16>(sum[n], w + 64 * 8 * n + 2 * k, x + 2 * k, k > 0 || add);
     rfk_wgmma_commit();
 }
 
 /* Wait for all products; the sums may be read afterwards. */
-template <int N> RFK_DEVICE void rfk_wgmma_drain(float (&sum)[N][64]) {
+template <int COLS> RFK_DEVICE void rfk_wgmma_drain(float (&sum)[2][COLS / 2]) {
     rfk_wgmma_wait<0>();
 #if !defined(ROCMFORGE_HIP_EMU)
-    RFK_UNROLL(2)
-    for (int n = 0; n < N; n++) asm volatile("" : RFK_WGMMA_64(sum[n])::"memory");
+    RFK_UNROLL(4)
+    for (int n = 0; n < COLS / 32; n++) asm volatile("" : RFK_WGMMA_32((&sum[0][0] + 32 * n))::"memory");
 #else
     (void)sum;
 #endif
@@ -4359,18 +4395,70 @@ RFK_DEVICE void rfk_wgmma_store(int4 *row, uint32_t i, uint32_t word, const int 
     }
 }
 
-/* A block's tile, and its depth steps [first, end). */
+/* A block's rows of W from row0 on, n columns of x, and depth steps [first, end). Columns are adjacent from col0 on
+ * (x_row NULL), or those of pairs: x_row is a column's first word, plus what its words are swizzled by. */
 struct rfk_wgmma_tile {
-    uint32_t row0, col0, first, end;
+    uint32_t row0, col0, n, first, end;
+    const uint32_t *x_row; /* in shared memory */
 };
 
+/* The producer warpgroup starts to fill stage.x for a step: one bulk copy, or a copy for each word of the pairs. */
+RFK_DEVICE void rfk_wgmma_copy_x(const rfk_matmul_args &a, const rfk_wgmma_tile &tile, uint32_t step,
+                                 rfk_wgmma_stage &stage, rfk_mbarrier *full) {
+    const uint32_t thread = threadIdx.x % RFK_WARPGROUP, word = thread % 8;
+    if (!tile.x_row) {
+        const int4 *from = reinterpret_cast<const int4 *>(a.x8.q) + ((size_t)step * a.x8.bf16 + tile.col0) * 8;
+        if (thread == 0) rfk_mbarrier_copy(full, stage.x, from, sizeof stage.x);
+        return;
+    }
+    const int4 *from = reinterpret_cast<const int4 *>(a.x8.q) + (size_t)step * a.x8.bf16 * 8;
+    RFK_UNROLL(4)
+    for (uint32_t i = thread / 8; i < (tile.n <= RFK_PAIR_TILE ? RFK_PAIR_TILE : RFK_WGMMA_COLS); i += 16) {
+        const uint32_t x = tile.x_row[i];
+        rfk_copy16(&stage.x[i][rfk_swizzled(i, word)], from + (x - x % 8) + rfk_swizzled(x, word));
+    }
+}
+
+/* A producer's stores and finished copies to a stage can be read. */
+RFK_DEVICE void rfk_wgmma_filled(rfk_mbarrier *full) {
+    rfk_fence_async_proxy();
+    rfk_sync_wave();
+    if (threadIdx.x % 32 == 0) rfk_mbarrier_arrive(full);
+}
+
+/* The producer warpgroup copies weights of 16-bit floats to the stages of depth steps [first, end): a stage is being
+ * filled while the one before it arrives. Rows beyond the last repeat it. */
+RFK_DEVICE void rfk_wgmma_copy(const rfk_matmul_args &a, const rfk_product &p, const rfk_wgmma_tile &tile,
+                               rfk_wgmma_shared &s, rfk_mbarriers &barriers) {
+    const uint32_t thread = threadIdx.x % RFK_WARPGROUP, word = thread % 8, first = tile.first, end = tile.end;
+    RFK_UNROLL(1)
+    for (uint32_t step = first; step <= end; step++) {
+        const uint32_t round = (step - first) / RFK_WGMMA_STAGES, number = (step - first) % RFK_WGMMA_STAGES,
+                       last = (number + RFK_WGMMA_STAGES - 1) % RFK_WGMMA_STAGES;
+        if (step < end) {
+            if (round > 0) rfk_mbarrier_wait(&barriers.empty[number], round - 1);
+            rfk_wgmma_copy_x(a, tile, step, s.stage[number], &barriers.full[number]);
+            RFK_UNROLL(8)
+            for (uint32_t i = thread / 8; i < RFK_WGMMA_ROWS; i += 16) {
+                const uint32_t row = tile.row0 + i < p.n_out ? tile.row0 + i : p.n_out - 1;
+                const uint8_t *from = p.w.plane[0] +
+                                      2 * ((size_t)(p.row0 + row) * a.n_in + step * RFK_WGMMA_DEPTH);
+                rfk_copy16(&s.stage[number].w[i][rfk_swizzled(i, word)], reinterpret_cast<const int4 *>(from) + word);
+            }
+        }
+        rfk_commit_copies();
+        rfk_wait_copies_but_one();
+        if (step > first) rfk_wgmma_filled(&barriers.full[last]);
+    }
+}
+
 /* The producer warpgroup fills the stages of depth steps [first, end), two lanes a row. Where a unit's halves are 64
- * values apart, a step takes one half of twice as many units. Rows beyond the last repeat it. */
+ * values apart, two steps share twice as many units and take a half each. Rows beyond the last repeat it. */
 template <int TYPE>
 RFK_DEVICE void rfk_wgmma_fill(const rfk_matmul_args &a, const rfk_product &p, const rfk_wgmma_tile &tile,
                                rfk_wgmma_shared &s, rfk_mbarriers &barriers) {
     typedef rfk_format<TYPE> F;
-    const uint32_t row0 = tile.row0, col0 = tile.col0, first = tile.first, end = tile.end;
+    const uint32_t row0 = tile.row0, first = tile.first, end = tile.end;
     const uint32_t UNITS = F::STRIDE == 64 ? 2 : 1, N = RFK_WGMMA_ROWS / 64 * UNITS,
                    thread = threadIdx.x % RFK_WARPGROUP, odd = thread % 2, pair = thread / 2;
     /* stores of 8 lanes must hit all banks: rows 0-3, or 0, 1, 4 and 5 if they are 2 words apart */
@@ -4383,110 +4471,167 @@ RFK_DEVICE void rfk_wgmma_fill(const rfk_matmul_args &a, const rfk_product &p, c
         block[j] = (size_t)(p.row0 + (row < p.n_out ? row : p.n_out - 1)) * (a.n_in / F::BLOCK);
     }
     RFK_UNROLL(4)
-    for (uint32_t n = 0; n < N; n++)
-        F::fetch(p.w, block[n / UNITS], UNITS == 2 ? first / 2 * 4 + odd + n % 2 * 2 : 2 * first + odd, raw[n]);
+    for (uint32_t n = 0; n < N; n++) F::fetch(p.w, block[n / UNITS], 2 * first + odd + n % UNITS * 2, raw[n]);
     RFK_UNROLL(1)
-    for (uint32_t step = first; step < end; step++) {
-        const uint32_t round = (step - first) / RFK_WGMMA_STAGES, number = (step - first) % RFK_WGMMA_STAGES;
-        rfk_wgmma_stage &stage = s.stage[number];
-        if (round > 0) rfk_mbarrier_wait(&barriers.empty[number], round - 1);
-        if (thread == 0)
-            rfk_mbarrier_copy(&barriers.full[number], stage.x,
-                          reinterpret_cast<const int4 *>(a.x8.q) + ((size_t)step * a.n_cols + col0) * 8,
-                          sizeof stage.x);
-        RFK_UNROLL(4)
-        for (uint32_t n = 0; n < N; n++) {
-            const uint32_t row = i + n / UNITS * 64,
-                           unit = UNITS == 2 ? step / 2 * 4 + odd + n % 2 * 2 : 2 * step + odd,
-                           next = step + 1 < end ? step + 1 : step;
-            rfk_unit v;
-            F::unpack(raw[n], unit, v);
-            F::fetch(p.w, block[n / UNITS], UNITS == 2 ? next / 2 * 4 + odd + n % 2 * 2 : 2 * next + odd, raw[n]);
-            RFK_UNROLL(2)
-            for (uint32_t h = 0; h < 2; h++) {
-                if (UNITS == 2 && h != step % 2) continue;
-                rfk_wgmma_store<F::OFFSET>(stage.w[row], row,
-                                           rfk_unit_at<TYPE>(unit) % 64 / 8 + h * (F::STRIDE % 64 / 8),
-                                           v.q + 4 * h, v.d[h], F::HAS_MIN ? v.m[h] : 0.0f);
+    for (uint32_t some = first; some < end; some += UNITS) {
+        RFK_UNROLL(2)
+        for (uint32_t part = 0; part < UNITS; part++) {
+            const uint32_t step = some + part, round = (step - first) / RFK_WGMMA_STAGES,
+                           number = (step - first) % RFK_WGMMA_STAGES;
+            rfk_wgmma_stage &stage = s.stage[number];
+            if (round > 0) rfk_mbarrier_wait(&barriers.empty[number], round - 1);
+            rfk_wgmma_copy_x(a, tile, step, stage, &barriers.full[number]);
+            RFK_UNROLL(4)
+            for (uint32_t n = 0; n < N; n++) {
+                const uint32_t row = i + n / UNITS * 64, unit = 2 * some + odd + n % UNITS * 2,
+                               next = step + 1 < end ? unit + 2 * UNITS : unit;
+                rfk_unit v;
+                F::unpack(raw[n], unit, v);
+                if (part + 1 == UNITS) F::fetch(p.w, block[n / UNITS], next, raw[n]);
+                RFK_UNROLL(2)
+                for (uint32_t h = 0; h < 2; h++) {
+                    if (UNITS == 2 && h != part) continue;
+                    rfk_wgmma_store<F::OFFSET>(stage.w[row], row,
+                                               rfk_unit_at<TYPE>(unit) % 64 / 8 + h * (F::STRIDE % 64 / 8),
+                                               v.q + 4 * h, v.d[h], F::HAS_MIN ? v.m[h] : 0.0f);
+                }
             }
+            rfk_wait_copies();
+            rfk_wgmma_filled(&barriers.full[number]);
         }
-        rfk_fence_async_proxy();
-        rfk_sync_wave();
-        if (thread % 32 == 0) rfk_mbarrier_arrive(&barriers.full[number]);
     }
 }
 
 /* The consumer warpgroup multiplies; at the end the sums replace the stages. */
+template <int COLS, bool F16>
 RFK_DEVICE void rfk_wgmma_multiply(uint32_t n_steps, rfk_wgmma_shared &s, rfk_mbarriers &barriers) {
-    const uint32_t N = RFK_WGMMA_ROWS / 64;
-    float sum[N][64];
+    float sum[2][COLS / 2];
     RFK_UNROLL(1)
     for (uint32_t step = 0; step < n_steps; step++) {
         const uint32_t number = step % RFK_WGMMA_STAGES, last = (step + RFK_WGMMA_STAGES - 1) % RFK_WGMMA_STAGES;
         rfk_mbarrier_wait(&barriers.full[number], step / RFK_WGMMA_STAGES);
-        rfk_wgmma_step(sum, s.stage[number].w[0], s.stage[number].x[0], step > 0);
+        rfk_wgmma_step<COLS, F16>(sum, s.stage[number].w[0], s.stage[number].x[0], step > 0);
         rfk_wgmma_wait<1>(); /* the previous step is done */
         if (step > 0 && threadIdx.x % 32 == 0) rfk_mbarrier_arrive(&barriers.empty[last]);
     }
-    rfk_wgmma_drain(sum);
+    rfk_wgmma_drain<COLS>(sum);
     __syncthreads();
     RFK_UNROLL(2)
-    for (uint32_t n = 0; n < N; n++)
+    for (uint32_t n = 0; n < 2; n++)
         RFK_UNROLL(64)
-        for (uint32_t i = 0; i < 64; i++) s.out[rfk_wgmma_col(i)][64 * n + rfk_wgmma_row(i)] = sum[n][i];
+        for (uint32_t i = 0; i < COLS / 2; i++) s.out[rfk_wgmma_col(i)][64 * n + rfk_wgmma_row(i)] = sum[n][i];
     __syncthreads();
 }
 #endif
 
-/* grid [ceil(cols / 128), row tiles of all products, splits]   block 256   LDS 97 KiB   n_in % 64 == 0
- * reads W once per 128 columns and x once per 128 rows */
-template <int TYPE> static __global__ void RFK_RESIDENT(RFK_WGMMA_BLOCK, 2) rfk_matmul_wgmma(rfk_tiles_args t) {
+/* Adjacent columns, or those of pairs (lists.tile not NULL; products are in e). unit: [cols] scale of columns, or
+ * NULL. */
+struct rfk_wgmma_args {
+    rfk_tiles_args t;
+    const float *unit;
+    rfk_experts_args e;
+    rfk_pair_lists lists;
+};
+
 #if defined(RFK_HAS_WGMMA)
+/* A block does two adjacent tiles of an expert's pairs.   False: the block has nothing to do, or the expert is not
+ * loaded and its results were set to NaN. */
+RFK_DEVICE bool rfk_wgmma_find_pairs(const rfk_wgmma_args &a, rfk_product *p, rfk_wgmma_tile *work, uint32_t *x_row) {
+    const rfk_pair_tile tile = a.lists.tile[blockIdx.x];
+    if (tile.n == 0 || tile.number % 2) return false;
+    const uint32_t n_rows = a.t.m.x8.bf16, *pairs = a.lists.sorted + tile.first;
+    work->row0 = blockIdx.y * RFK_WGMMA_ROWS;
+    work->col0 = tile.first;
+    work->n = tile.n == RFK_PAIR_TILE ? RFK_PAIR_TILE + a.lists.tile[blockIdx.x + 1].n : tile.n;
+    work->x_row = x_row;
+    p->w = a.e.w[tile.expert];
+    p->row0 = a.e.row0;
+    p->n_out = a.e.n_out;
+    for (uint32_t i = threadIdx.x; !p->w.plane[0] && i < work->n * RFK_WGMMA_ROWS; i += RFK_WGMMA_BLOCK) {
+        const uint32_t row = work->row0 + i % RFK_WGMMA_ROWS;
+        if (row < p->n_out) rfk_put_pair(a.e, pairs[i / RFK_WGMMA_ROWS], tile.expert, row, NAN);
+    }
+    if (threadIdx.x < RFK_WGMMA_COLS) {
+        const uint32_t pair = pairs[threadIdx.x < work->n ? threadIdx.x : work->n - 1], row = pair / a.e.n_used,
+                       choice = a.e.per_choice ? pair % a.e.n_used : 0;
+        x_row[threadIdx.x] = (choice * (a.e.n_in / RFK_WGMMA_DEPTH) * n_rows + row) * 8 + row % 8;
+    }
+    return p->w.plane[0] != NULL;
+}
+
+/* Store the sums that the consumer warpgroup left: four rows of a column a thread. */
+RFK_DEVICE void rfk_wgmma_put(const rfk_wgmma_args &a, const rfk_product &p, const rfk_wgmma_tile &work,
+                              const rfk_wgmma_shared &s) {
+    const rfk_tiles_args &t = a.t;
+    const uint32_t fours = RFK_WGMMA_ROWS / 4, row = 4 * (threadIdx.x % fours), i = (work.row0 + row) / 4;
+    const size_t tile = ((size_t)blockIdx.y * gridDim.x + blockIdx.x) * t.n_splits + blockIdx.z;
+    if (work.row0 + row >= p.n_out && !t.part) return;
+    RFK_UNROLL(1)
+    for (uint32_t col = threadIdx.x / fours; col < work.n; col += RFK_WARPGROUP / fours) {
+        float4 v = *reinterpret_cast<const float4 *>(&s.out[col][row]);
+        const float unit = a.unit ? a.unit[work.col0 + col] : 1.0f;
+        v.x *= unit, v.y *= unit, v.z *= unit, v.w *= unit;
+        float out[4] = {v.x, v.y, v.z, v.w};
+        if (t.part) *reinterpret_cast<float4 *>(t.part + (tile * RFK_WGMMA_COLS + col) * RFK_WGMMA_ROWS + row) = v;
+        else if (!work.x_row) rfk_put4(p, i, work.col0 + col, out);
+        else rfk_put_pair4(a.e, a.lists.sorted[work.col0 + col], a.lists.tile[blockIdx.x].expert, i, out);
+    }
+}
+#endif
+
+/* grid [ceil(cols / 128) or tiles of pairs, row tiles of all products, splits]   block 256   LDS 98 KiB
+ * n_in % 64 == 0   reads W once per 128 columns and x once per 128 rows */
+template <int TYPE> static __global__ void RFK_RESIDENT(RFK_WGMMA_BLOCK, 2) rfk_matmul_wgmma(rfk_wgmma_args a) {
+#if defined(RFK_HAS_WGMMA)
+    const bool HALVES = TYPE == RF_TYPE_F16, /* F32 stands for a type that is not built */
+               COPIED = HALVES || TYPE == RF_TYPE_BF16 || TYPE == RF_TYPE_F32;
     RFK_SHARED(rfk_mbarriers, barriers);
+    RFK_SHARED(rfk_wgmma_columns, columns);
     RFK_DYNAMIC(int4, memory);
     rfk_wgmma_shared &s = rfk_wgmma_memory<rfk_wgmma_shared>(memory);
-    uint32_t number = blockIdx.y;
+    const rfk_tiles_args &t = a.t;
+    const uint32_t steps = t.m.n_in / RFK_WGMMA_DEPTH, last = t.split_units / 2 * (blockIdx.z + 1);
     rfk_product p;
-    rfk_neighbours columns;
-    (void)rfk_find_columns(t, RFK_WGMMA_ROWS, RFK_WGMMA_COLS, &number, &p, &columns);
-    const uint32_t row0 = number * RFK_WGMMA_ROWS, first = t.split_units / 2 * blockIdx.z,
-                   last = first + t.split_units / 2,
-                   end = last < t.m.n_in / RFK_WGMMA_DEPTH ? last : t.m.n_in / RFK_WGMMA_DEPTH;
-    const rfk_wgmma_tile work = {row0, columns.first, first, end};
+    rfk_wgmma_tile work;
+    work.first = t.split_units / 2 * blockIdx.z, work.end = last < steps ? last : steps;
+    if (a.lists.tile) {
+        if (!rfk_wgmma_find_pairs(a, &p, &work, columns.x)) return;
+    } else {
+        uint32_t number = blockIdx.y;
+        p = rfk_pick(t.m, &number);
+        work.row0 = number * RFK_WGMMA_ROWS, work.col0 = blockIdx.x * RFK_WGMMA_COLS, work.x_row = NULL;
+        work.n = t.m.n_cols - work.col0 < RFK_WGMMA_COLS ? t.m.n_cols - work.col0 : RFK_WGMMA_COLS;
+    }
     if (threadIdx.x < RFK_WGMMA_STAGES) {
-        rfk_mbarrier_init(&barriers.full[threadIdx.x], RFK_WARPGROUP / 32 + 1); /* one more for the copy of x */
+        rfk_mbarrier_init(&barriers.full[threadIdx.x], RFK_WARPGROUP / 32 + (work.x_row == NULL));
         rfk_mbarrier_init(&barriers.empty[threadIdx.x], RFK_WARPGROUP / 32);
     }
     __syncthreads();
     if (threadIdx.x >= RFK_WARPGROUP) {
         rfk_shrink_registers<88>();
-        rfk_wgmma_fill<TYPE>(t.m, p, work, s, barriers);
+        if (COPIED) rfk_wgmma_copy(t.m, p, work, s, barriers);
+        else rfk_wgmma_fill<COPIED ? RF_TYPE_Q8_0 : TYPE>(t.m, p, work, s, barriers);
         __syncthreads(); /* matches the barriers in rfk_wgmma_multiply */
         __syncthreads();
         return;
     }
     rfk_grow_registers<168>();
-    rfk_wgmma_multiply(end - first, s, barriers);
-    const uint32_t fours = RFK_WGMMA_ROWS / 4, row = 4 * (threadIdx.x % fours);
-    const size_t tile = ((size_t)blockIdx.y * gridDim.x + blockIdx.x) * t.n_splits + blockIdx.z;
-    RFK_UNROLL(1)
-    for (uint32_t col = threadIdx.x / fours; col < RFK_WGMMA_COLS; col += RFK_WARPGROUP / fours) {
-        float4 v = *reinterpret_cast<const float4 *>(&s.out[col][row]);
-        float out[4] = {v.x, v.y, v.z, v.w};
-        if (t.part) *reinterpret_cast<float4 *>(t.part + (tile * RFK_WGMMA_COLS + col) * RFK_WGMMA_ROWS + row) = v;
-        else if (row0 + row < p.n_out && columns.first + col < columns.end)
-            rfk_put4(p, (row0 + row) / 4, columns.first + col, out);
-    }
+    if (!COPIED && work.x_row && work.n <= RFK_PAIR_TILE)
+        rfk_wgmma_multiply<RFK_PAIR_TILE, false>(work.end - work.first, s, barriers);
+    else rfk_wgmma_multiply<RFK_WGMMA_COLS, HALVES>(work.end - work.first, s, barriers);
+    rfk_wgmma_put(a, p, work, s);
 #else
-    (void)t;
+    (void)a;
 #endif
 }
 
-static void (*rfk_find_wgmma(uint32_t kernel_type))(rfk_tiles_args) {
+static void (*rfk_find_wgmma(uint32_t kernel_type))(rfk_wgmma_args) {
 #define RFK_QUANTIZED_CASE(TYPE) case TYPE: return rfk_matmul_wgmma<RFK_BUILT(TYPE)>;
     switch (kernel_type) {
         RFK_QUANTIZED_TYPES(RFK_QUANTIZED_CASE)
-    default: return NULL; /* a type of floats */
+    case RF_TYPE_F16: return rfk_matmul_wgmma<RFK_BUILT_FLOAT(RF_TYPE_F16)>;
+    case RF_TYPE_BF16: return rfk_matmul_wgmma<RFK_BUILT_FLOAT(RF_TYPE_BF16)>;
+    default: return NULL;
     }
 #undef RFK_QUANTIZED_CASE
 }
@@ -4500,6 +4645,30 @@ RFK_CALLED float rfk_wgmma_want(uint32_t row, uint32_t col) {
                 rfk_check_value(col / 8, col % 8 * 2 + k / 32, k % 32);
     return (float)want;
 }
+
+/* Whether this thread's results of one instruction are right. */
+template <int COLS, bool F16> RFK_DEVICE bool rfk_wgmma_is_right(rfk_wgmma_stage &s) {
+    __syncthreads();
+    for (uint32_t j = threadIdx.x; j < 2 * 128 * RFK_WGMMA_DEPTH; j += RFK_WARPGROUP) {
+        const uint32_t i = j / RFK_WGMMA_DEPTH, k = j % RFK_WGMMA_DEPTH;
+        const float v = (float)rfk_check_value(i / 8, i % 8 * 2 + k / 32, k % 32);
+        int4 *row = i < 128 ? s.w[i] : s.x[i - 128];
+        reinterpret_cast<uint16_t *>(row + rfk_swizzled(i, k / 8))[k % 8] =
+            F16 ? rfk_to_half(v) : (uint16_t)rfk_to_bf16x2(v, 0);
+    }
+    rfk_fence_async_proxy();
+    __syncthreads();
+    float sum[2][COLS / 2];
+    rfk_wgmma_step<COLS, F16>(sum, s.w[0], s.x[0], false);
+    rfk_wgmma_drain<COLS>(sum);
+    bool right = true;
+    RFK_UNROLL(128)
+    for (uint32_t j = 0; j < COLS; j++) {
+        const uint32_t i = j % (COLS / 2), row = j / (COLS / 2) * 64 + rfk_wgmma_row(i), col = 128 + rfk_wgmma_col(i);
+        right = right && sum[j / (COLS / 2)][i] == rfk_wgmma_want(row, col);
+    }
+    return right;
+}
 #endif
 
 /* Check wgmma: each thread writes RFK_WGMMA_RIGHT or _WRONG for its results, 0 if the kernel was not compiled for it.
@@ -4508,24 +4677,9 @@ static __global__ void RFK_THREADS(RFK_WARPGROUP) rfk_check_wgmma(uint32_t *out)
 #if defined(RFK_HAS_WGMMA)
     RFK_DYNAMIC(int4, memory);
     rfk_wgmma_stage &s = rfk_wgmma_memory<rfk_wgmma_stage>(memory);
-    for (uint32_t j = threadIdx.x; j < 2 * 128 * RFK_WGMMA_DEPTH; j += RFK_WARPGROUP) {
-        const uint32_t i = j / RFK_WGMMA_DEPTH, k = j % RFK_WGMMA_DEPTH;
-        int4 *row = i < 128 ? s.w[i] : s.x[i - 128];
-        reinterpret_cast<uint16_t *>(row + rfk_swizzled(i, k / 8))[k % 8] =
-            (uint16_t)rfk_to_bf16x2((float)rfk_check_value(i / 8, i % 8 * 2 + k / 32, k % 32), 0);
-    }
-    rfk_fence_async_proxy();
-    __syncthreads();
-    float sum[2][64];
-    rfk_wgmma_step(sum, s.w[0], s.x[0], false);
-    rfk_wgmma_drain(sum);
-    uint32_t found = RFK_WGMMA_RIGHT;
-    RFK_UNROLL(128)
-    for (uint32_t j = 0; j < 128; j++) {
-        const uint32_t i = j % 64, row = j / 64 * 64 + rfk_wgmma_row(i), col = 128 + rfk_wgmma_col(i);
-        if (sum[j / 64][i] != rfk_wgmma_want(row, col)) found = RFK_WGMMA_WRONG;
-    }
-    out[threadIdx.x] = found;
+    const bool narrow = rfk_wgmma_is_right<RFK_PAIR_TILE, false>(s), wide = rfk_wgmma_is_right<RFK_WGMMA_COLS, false>(s),
+               halves = rfk_wgmma_is_right<RFK_WGMMA_COLS, true>(s);
+    out[threadIdx.x] = narrow && wide && halves ? RFK_WGMMA_RIGHT : RFK_WGMMA_WRONG;
 #else
     out[threadIdx.x] = 0;
 #endif
@@ -4582,6 +4736,7 @@ struct rfk_split_args {
     const float *in; /* [cols / per_row, in_stride], per_row of n values each */
     rfk_terms to;
     uint32_t in_stride, per_row, n;
+    uint32_t one; /* F16: only the first term, in the order that rfk_matmul_wgmma wants (rfk_int8_rows.bf16) */
 };
 
 struct rfk_split_shared {
@@ -4625,6 +4780,11 @@ template <int WAVE, bool BF16> static __global__ void RFK_THREADS(RFK_BLOCK) rfk
     for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK) {
         float x = in[i] * scale;
         uint16_t upper = rfk_to_half(x);
+        if (a.one) {
+            a.to.value[((size_t)(i / 64) * gridDim.x + blockIdx.x) * 64 + rfk_swizzled(blockIdx.x, i % 64 / 8) * 8 +
+                       i % 8] = upper;
+            continue;
+        }
         to[i] = upper;
         to[piece + i] = (upper & 0x7c00) == 0x7c00 ? (uint16_t)0 : rfk_to_half(x - rfk_from_half(upper));
     }
@@ -7564,7 +7724,6 @@ struct rfk_bound {
     uint32_t quantize;  /* matmul: quantize its input first; norm, glu: quantize the output for the next matmul */
     uint32_t together;  /* ops of one launch: this one and those after it */
     uint32_t only_int8; /* norm, glu: its output is only read as int8 or bf16 */
-    uint32_t to_matmul; /* norm, glu: those that read it so are matmuls */
     uint32_t sort;      /* experts: sort the pairs of its route first, if there are enough for tiles */
 };
 
@@ -7779,15 +7938,31 @@ static uint64_t rfk_term_values(const rf_dev *d, const rf_plan *plan, const rf_o
     return type == RF_TYPE_BF16 && d->units_bf16 ? rfk_row_values(op) * RFK_TERMS(true) : 0;
 }
 
-/* The pairs of an EXPERTS op for tiles; 0: too few, or another op. The matvec reads a matrix for every pair, tiles read
+/* The pairs of an EXPERTS op if they are enough for tiles, else 0. The matvec reads a matrix for every pair, tiles read
  * it once for up to RFK_PAIR_TILE pairs. With 3 pairs an expert, evenly distributed, 5 % of the experts have none:
  * tiles read 0.95 of all matrices, not 3 times all. A matmul switches to tiles there, too: its matvec would read W a
  * third time. */
-static uint32_t rfk_tile_pairs(const rf_dev *d, const rf_plan *plan, const rf_op *op, uint64_t rows) {
-    if (op->kind != RF_OP_EXPERTS) return 0;
-    if (!rfk_has_tiles(d, plan->weights[op->weight].type) && !rfk_term_values(d, plan, op)) return 0;
+static uint32_t rfk_many_pairs(const rf_op *op, uint64_t rows) {
     const uint64_t pairs = rows * op->experts.n_used;
     return pairs >= 3 * (uint64_t)op->experts.n_experts && pairs >> 31 == 0 ? (uint32_t)pairs : 0;
+}
+
+/* Whether rfk_matmul_wgmma does the op in a step of so many rows: with 64, half of a tile would be empty. Not for
+ * experts of floats. */
+static bool rfk_takes_wgmma(const rf_dev *d, const rf_plan *plan, const rf_op *op, uint64_t rows) {
+    if (op->kind != RF_OP_MATMUL && op->kind != RF_OP_EXPERTS) return false;
+    if (!d->wgmma || rfk_n_in(op) % RFK_WGMMA_DEPTH || rows <= RFK_WGMMA_COLS / 2) return false;
+    if (rfk_is_float_type(plan->weights[op->weight].type))
+        return op->kind == RF_OP_MATMUL && rfk_term_values(d, plan, op) > 0;
+    return op->kind == RF_OP_MATMUL || rfk_many_pairs(op, rows) > 0;
+}
+
+/* The pairs of an EXPERTS op for tiles; 0: too few, or another op. */
+static uint32_t rfk_tile_pairs(const rf_dev *d, const rf_plan *plan, const rf_op *op, uint64_t rows) {
+    if (op->kind != RF_OP_EXPERTS) return 0;
+    const bool has_tiles = rfk_has_tiles(d, plan->weights[op->weight].type) || rfk_term_values(d, plan, op) ||
+                           rfk_takes_wgmma(d, plan, op, rows);
+    return has_tiles ? rfk_many_pairs(op, rows) : 0;
 }
 /* Tiles for so many pairs, at most. */
 static uint32_t rfk_pair_tiles(uint32_t pairs, uint32_t n_experts) { return pairs / RFK_PAIR_TILE + n_experts; }
@@ -7865,7 +8040,6 @@ static void rfk_make_segments(rf_prepared *p) {
         if (made && next && next->kind != RF_OP_HEADS && rfk_reads_int8(plan, next) && next->in == op->out &&
             rfk_row_values(next) == made) {
             p->ops[i].quantize = 1;
-            p->ops[i].to_matmul = next->kind == RF_OP_MATMUL;
             held = op->out, held_n = rfk_n_in(next), held_for = next->kind;
         }
         uint32_t max = op->kind == RF_OP_MATMUL ? RFK_PRODUCTS : op->kind == RF_OP_ROPE ? 2 : 1, n = 1;
@@ -7936,7 +8110,9 @@ static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
     rfk_take_bytes(&at, &p->differ, sizeof *p->differ);
     rfk_take_bytes(&at, &p->tile_part, tile_bytes);
     rfk_take_bytes(&at, &p->index_scores, (uint64_t)RFK_INDEX_ROWS * lists * p->n_ctx * sizeof *p->index_scores);
-    rfk_take_bytes(&at, &p->terms.value, rows * terms * sizeof *p->terms.value);
+    rfk_take_bytes(&at, &p->terms.value, /* a tile may reach beyond the last row */
+                   (rows * terms + (terms && p->dev->wgmma ? RFK_WGMMA_COLS * RFK_WGMMA_DEPTH : 0)) *
+                       sizeof *p->terms.value);
     rfk_take_bytes(&at, &p->terms.unit, rows * units * sizeof *p->terms.unit);
     rfk_take_bytes(&at, &p->best, RFK_ARGMAX_PARTS * sizeof *p->best);
     rfk_take_bytes(&at, &p->lists.sorted, pairs * sizeof *p->lists.sorted);
@@ -8548,16 +8724,11 @@ static rf_result rfk_run_embed(const rfk_launching *l) {
 /* Whether the floats of the output are not needed: only the fused launches of a decode step read them. */
 static bool rfk_skips_floats(const rfk_launching *l) { return l->b.only_int8 && l->step->n_rows > 1; }
 
-/* Whether rfk_matmul_wgmma does such products: with 64 columns, half of a tile would be empty. */
-static bool rfk_takes_wgmma(const rf_dev *d, uint32_t n_in, uint32_t n_cols) {
-    return d->wgmma && n_in % RFK_WGMMA_DEPTH == 0 && n_cols > RFK_WGMMA_COLS / 2;
-}
-
-/* Where a norm or GLU of n results leaves them for matmuls. */
-static rfk_int8_rows rfk_rows_for_next(const rfk_launching *l, uint32_t n) {
+/* Where a norm or GLU leaves its results for the next op. */
+static rfk_int8_rows rfk_rows_for_next(const rfk_launching *l) {
     rfk_int8_rows to = l->p->x8;
     if (!l->b.quantize) to.q = NULL;
-    if (l->b.to_matmul && rfk_takes_wgmma(l->p->dev, n, l->n_rows)) to.bf16 = l->n_rows;
+    else if (rfk_takes_wgmma(l->p->dev, l->p->plan, l->op + 1, l->n_rows)) to.bf16 = l->n_rows;
     return to;
 }
 
@@ -8574,7 +8745,7 @@ static rfk_norm_args rfk_make_norm(const rfk_launching *l) {
     a.n = l->op->norm.n;
     a.w_head = l->op->flags & RF_OP_EACH_HEAD ? a.n : 0;
     a.eps = l->op->norm.eps;
-    a.to = rfk_rows_for_next(l, a.n);
+    a.to = rfk_rows_for_next(l);
     return a;
 }
 
@@ -8746,24 +8917,11 @@ static rf_result rfk_run_tiles(rfk_launching *l, const rfk_matmul_args *products
     return rfk_run_join(l, &t, row_tiles, col_tiles);
 }
 
-/* Tiles of bf16, on wgmma. */
-static rf_result rfk_run_wgmma(rfk_launching *l, const rfk_matmul_args *products) {
-    rfk_tiles_args t;
-    t.m = *products;
-    t.rows = RFK_WGMMA_ROWS, t.cols = RFK_WGMMA_COLS;
-    const uint32_t row_tiles = rfk_make_products(l, &t.m, t.rows), col_tiles = rfk_ceil_div(t.m.n_cols, t.cols);
-    rfk_cut_depth(l->p, &t, row_tiles * col_tiles);
-    const rfk_config c = {dim3(col_tiles, row_tiles, t.n_splits), dim3(RFK_WGMMA_BLOCK), RFK_WGMMA_BYTES, 0,
-                          l->q->stream};
-    rf_result r = rfk_enqueue_config(l, rfk_find_wgmma(rfk_kernel_type(l->p->plan->weights[l->op->weight].type)), c, t);
-    if (r != RF_OK || t.n_splits == 1) return r;
-    return rfk_run_join(l, &t, row_tiles, col_tiles);
-}
-
-/* Split the input of a launch into terms: n_cols rows of n values, per_row of them side by side. */
+/* Split the input of a launch into terms: n_cols rows of n values, per_row of them side by side. one: rfk_split_args. */
 template <bool BF16>
-static rf_result rfk_run_split_rows(const rfk_launching *l, uint32_t n_cols, uint32_t per_row, uint32_t n) {
-    rfk_split_args z = {l->b.in, l->p->terms, l->b.in_stride, per_row, n};
+static rf_result rfk_run_split_rows(const rfk_launching *l, uint32_t n_cols, uint32_t per_row, uint32_t n,
+                                    uint32_t one = 0) {
+    rfk_split_args z = {l->b.in, l->p->terms, l->b.in_stride, per_row, n, one};
     void (*cut)(rfk_split_args) = RFK_BY_WAVE(l, (rfk_split_rows<32, BF16>), (rfk_split_rows<64, BF16>));
     return rfk_enqueue(l, cut, dim3(n_cols), RFK_BLOCK, z);
 }
@@ -8790,6 +8948,35 @@ template <bool BF16> static rf_result rfk_run_16bit(rfk_launching *l, const rfk_
     return rfk_run_join(l, t, row_tiles, col_tiles);
 }
 
+static rf_result rfk_launch_wgmma(const rfk_launching *l, const rfk_wgmma_args *a, dim3 grid) {
+    const rfk_config c = {grid, dim3(RFK_WGMMA_BLOCK), RFK_WGMMA_BYTES, 0, l->q->stream};
+    return rfk_enqueue_config(l, rfk_find_wgmma(rfk_kernel_type(l->p->plan->weights[l->op->weight].type)), c, *a);
+}
+
+/* Tiles of 16-bit floats, on wgmma. */
+static rf_result rfk_run_wgmma(rfk_launching *l, const rfk_matmul_args *products) {
+    const uint32_t type = l->p->plan->weights[l->op->weight].type;
+    rfk_wgmma_args a;
+    rfk_tiles_args *t = &a.t;
+    rf_result r = RF_OK;
+    memset(&a, 0, sizeof a);
+    t->m = *products;
+    t->m.x8.bf16 = t->m.n_cols;
+    t->rows = RFK_WGMMA_ROWS, t->cols = RFK_WGMMA_COLS;
+    if (rfk_is_float_type(type)) t->m.x8.q = (int *)(void *)l->p->terms.value; /* the int8 rows may be in use */
+    if (type == RF_TYPE_F16) {
+        a.unit = l->p->terms.unit;
+        r = rfk_run_split_rows<false>(l, t->m.n_cols, 1, t->m.n_in, 1);
+    } else if (l->b.quantize || type == RF_TYPE_BF16) {
+        r = rfk_run_quantize(l, t->m.x8, t->m.n_cols, l->b.in_stride, t->m.n_in);
+    }
+    const uint32_t row_tiles = rfk_make_products(l, &t->m, t->rows), col_tiles = rfk_ceil_div(t->m.n_cols, t->cols);
+    rfk_cut_depth(l->p, t, row_tiles * col_tiles);
+    if (r == RF_OK) r = rfk_launch_wgmma(l, &a, dim3(col_tiles, row_tiles, t->n_splits));
+    if (r != RF_OK || t->n_splits == 1) return r;
+    return rfk_run_join(l, t, row_tiles, col_tiles);
+}
+
 static rf_result rfk_run_matmul(rfk_launching *l) {
     const rf_op *op = l->op;
     uint32_t type = l->p->plan->weights[op->weight].type;
@@ -8800,12 +8987,10 @@ static rf_result rfk_run_matmul(rfk_launching *l) {
     a.n_in = op->matmul.n_in;
     a.n_cols = l->n_rows;
     a.aligned = op->matmul.n_in % 8 == 0 && a.x_stride % 4 == 0 && (size_t)l->b.in % 16 == 0;
-    const bool bf16 = !rfk_is_float_type(type) && rfk_takes_wgmma(l->p->dev, a.n_in, a.n_cols);
-    if (bf16) a.x8.bf16 = a.n_cols;
+    if (rfk_takes_wgmma(l->p->dev, l->p->plan, op, l->n_rows)) return rfk_run_wgmma(l, &a);
     rf_result r = RF_OK;
     if (l->b.quantize) r = rfk_run_quantize(l, a.x8, l->n_rows, l->b.in_stride, op->matmul.n_in);
     if (r != RF_OK) return r;
-    if (bf16) return rfk_run_wgmma(l, &a);
     bool tiles = a.n_cols > RFK_MATVEC_COLS;
     if (tiles && rfk_has_tiles(l->p->dev, type)) return rfk_run_tiles(l, &a);
     if (!rfk_is_float_type(type)) tiles = false;
@@ -9046,7 +9231,7 @@ static rf_result rfk_run_glu(const rfk_launching *l) {
     a.up_stride = l->b.in2_stride;
     a.out_stride = l->b.out_stride;
     a.n = l->op->glu.n;
-    a.to = rfk_rows_for_next(l, a.n);
+    a.to = rfk_rows_for_next(l);
     if (rfk_skips_floats(l)) a.out = NULL;
     return rfk_enqueue(l, RFK_BY_WAVE(l, (rfk_glu<32>), (rfk_glu<64>)),
                        dim3(rfk_ceil_div(a.n, 4 * RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
@@ -9141,6 +9326,10 @@ static rf_result rfk_run_pair_tiles(const rfk_launching *l, const rfk_experts_ar
     a.t.m.n_in = e->n_in;
     a.t.n_splits = 1;
     a.t.split_units = e->n_in / 32;
+    if (e->x8.bf16) {
+        rfk_wgmma_args w = {a.t, NULL, *e, a.lists};
+        return rfk_launch_wgmma(l, &w, dim3(n_tiles, rfk_ceil_div(e->n_out, RFK_WGMMA_ROWS)));
+    }
     if (type == RF_TYPE_F16) return rfk_run_pair_16bit<false>(l, &a, n_tiles);
     if (type == RF_TYPE_BF16) return rfk_run_pair_16bit<true>(l, &a, n_tiles);
     void (*kernel)(rfk_pair_tiles_args) =
@@ -9162,6 +9351,7 @@ static rf_result rfk_run_experts(const rfk_launching *l) {
     a.x = l->b.in;
     a.route = l->b.in2;
     a.x8 = p->x8;
+    if (rfk_takes_wgmma(p->dev, p->plan, op, l->n_rows)) a.x8.bf16 = l->n_rows;
     a.out = l->b.out;
     a.x_stride = l->b.in_stride;
     a.route_stride = l->b.in2_stride;
@@ -9175,7 +9365,7 @@ static rf_result rfk_run_experts(const rfk_launching *l) {
     memset(&a.heads, 0, sizeof a.heads);
     a.aligned = op->experts.n_in % 8 == 0 && a.x_stride % 4 == 0 && (size_t)l->b.in % 16 == 0;
     if (l->b.quantize) {
-        rf_result r = rfk_run_quantize(l, p->x8, l->n_rows, l->b.in_stride, (uint32_t)rfk_row_values(op));
+        rf_result r = rfk_run_quantize(l, a.x8, l->n_rows, l->b.in_stride, (uint32_t)rfk_row_values(op));
         if (r != RF_OK) return r;
     }
     const uint32_t n_pairs = rfk_tile_pairs(p->dev, p->plan, op, l->n_rows);

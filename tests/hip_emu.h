@@ -640,22 +640,24 @@ static inline hip_emu_float8 __builtin_amdgcn_wmma_f32_16x16x16_f16_w32_gfx12(hi
     return c;
 }
 
-/* wgmma.mma_async.m64n128k16 with .bf16, A and B with rows (columns) of k in shared memory, 128-byte swizzle: row r begins
+/* wgmma.mma_async.m64nCOLSk16 with .bf16 or .f16, A and B with rows (columns) of k in shared memory, 128-byte swizzle: row r begins
  * r / 8 * 1024 + r % 8 * 128 bytes after the operand's address, and of every byte's address bits 4 to 6 are xored with bits 7
  * to 9 (PTX ISA 8.7, "Shared Memory Matrix Layout", "Register Fragments and Shared Memory Matrix Layouts"). Lane l of warp w has
  * of row 16 w + l / 4 (and + 8) columns 2 (l % 4) and the next of each eight. */
-HIP_EMU_UNCHECKED static float hip_emu_wgmma_value(const void *operand, unsigned row, unsigned k) {
+template <bool F16> HIP_EMU_UNCHECKED static float hip_emu_wgmma_value(const void *operand, unsigned row, unsigned k) {
     uintptr_t at = reinterpret_cast<uintptr_t>(operand) + row / 8 * 1024 + row % 8 * 128 + 2 * k;
     at ^= (at >> 7 & 7) << 4;
-    return static_cast<float>(hip_emu_bf16<true>::value(*reinterpret_cast<const uint16_t *>(at), 0));
+    const uint16_t *value = reinterpret_cast<const uint16_t *>(at);
+    return static_cast<float>(F16 ? hip_emu_f16<true>::value(*value, 0) : hip_emu_bf16<true>::value(*value, 0));
 }
-HIP_EMU_UNCHECKED static void hip_emu_wgmma_m64n128k16_bf16(float *d, const void *a, const void *b, int add) {
+template <int COLS, bool F16>
+HIP_EMU_UNCHECKED static void hip_emu_wgmma_m64k16(float *d, const void *a, const void *b, int add) {
     const unsigned thread = hip_emu_here->self->thread.x % 128, lane = thread % 32;
     float rows[2][16], column[16];
     for (unsigned i = 0; i < 32; i++)
-        rows[i / 16][i % 16] = hip_emu_wgmma_value(a, thread / 32 * 16 + lane / 4 + i / 16 * 8, i % 16);
-    for (unsigned c = 0; c < 32; c++) {
-        for (unsigned k = 0; k < 16; k++) column[k] = hip_emu_wgmma_value(b, c / 2 * 8 + lane % 4 * 2 + c % 2, k);
+        rows[i / 16][i % 16] = hip_emu_wgmma_value<F16>(a, thread / 32 * 16 + lane / 4 + i / 16 * 8, i % 16);
+    for (unsigned c = 0; c < COLS / 4; c++) {
+        for (unsigned k = 0; k < 16; k++) column[k] = hip_emu_wgmma_value<F16>(b, c / 2 * 8 + lane % 4 * 2 + c % 2, k);
         for (unsigned r = 0; r < 2; r++) {
             double sum = 0;
             for (unsigned k = 0; k < 16; k++) sum += static_cast<double>(rows[r][k]) * column[k];

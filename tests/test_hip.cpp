@@ -546,20 +546,33 @@ static bool has_bfloats(uint32_t device) {
     return true;
 }
 
-/* What a matmul sees of its input, [T, n], and how near its results must be to exact sums of that: bfloats of weights are
- * up to 2^-8 off, each by itself: a sum's error is at most that part of it, as both add up as squares. */
+/* x as a half, scaled by the power of two that brings the largest value of its row to [2^14, 2^15). */
+static double to_scaled_half(float x, float largest) {
+    const int up = 14 - (largest > 0 ? ilogbf(largest) : 0);
+    uint8_t bytes[2];
+    put_half(bytes, ldexpf(x, up));
+    return ldexp(half_value(rd16(bytes)), -up);
+}
+
+/* What a matmul sees of its input, [T, n], and how near its results must be to exact sums of that: bfloats of quantized
+ * weights are up to 2^-8 off, each by itself: a sum's error is at most that part of it, as both add up as squares.
+ * Weights of 16-bit floats are exact; the unit may truncate when it adds. pairs: they are experts'. */
 struct Seen {
     std::vector<double> x;
     double tolerance, nmse;
-    Seen(uint32_t device, uint32_t type, const float *from, uint32_t n, uint32_t T, uint32_t stride)
+    Seen(uint32_t device, uint32_t type, const float *from, uint32_t n, uint32_t T, uint32_t stride, bool pairs = false)
         : tolerance(FLOAT_TOLERANCE), nmse(NMSE_TOLERANCE) {
-        const bool rounded = !is_float(type) && n % 64 == 0 && T > 64 && has_bfloats(device);
-        if (rounded) tolerance = ldexp(1, -7), nmse = ldexp(1, -16);
+        const bool halves = type == RF_TYPE_F16, floats = halves || type == RF_TYPE_BF16,
+                   rounded = (floats ? !pairs : !is_float(type)) && n % 64 == 0 && T > 64 && has_bfloats(device);
+        if (rounded) tolerance = floats ? 1e-4 : ldexp(1, -7), nmse = floats ? 1e-9 : ldexp(1, -16);
         for (uint32_t t = 0; t < T; t++) {
             const float *row = from + (size_t)t * stride;
+            float largest = 0;
             std::vector<double> v(row, row + n);
             if (!is_float(type)) v = quantized(row, n);
-            for (uint32_t k = 0; rounded && k < n; k++) v[k] = to_bfloat(row[k]);
+            for (uint32_t k = 0; k < n; k++) largest = fmaxf(largest, fabsf(row[k]));
+            for (uint32_t k = 0; rounded && k < n; k++)
+                v[k] = halves ? to_scaled_half(row[k], largest) : to_bfloat(row[k]);
             x.insert(x.end(), v.begin(), v.end());
         }
     }
@@ -1104,7 +1117,7 @@ static void experts_case(const ExpertsCase &c) {
     o = g.op(RF_OP_MIX); /* the same by weights that are no route's */
     *o = mix;
     o->in2 = share, o->out = shared, o->flags = RF_OP_SIGMOID;
-    rf_result r = g.open(c.T, 1, 128);
+    rf_result r = g.open(c.T, 1, c.T < 128 ? 128 : c.T);
     REQUIRE(r == RF_OK, "%s: %s", what, g.err.text);
     std::vector<float> v = values((size_t)c.T * (width_in + pad)), u = values((size_t)c.T * width_in),
                        before = values((size_t)c.T * (width + 3)), old = values((size_t)c.T * (c.n_out + 1)),
@@ -1116,14 +1129,16 @@ static void experts_case(const ExpertsCase &c) {
     std::vector<float> found = g.get(y), again = g.get(twice), chosen = g.get(route), input = g.get(in);
     std::vector<double> wd = decode(c.type, w), want, sum, sum2, sum3;
     double typical = 0, typical3 = 0;
+    std::vector<Seen> seen; /* by choice; if there is one vector a row, all are that */
+    for (uint32_t k = 0; k < (c.per_choice ? c.n_used : 1); k++)
+        seen.push_back(Seen(c.device, c.type, &input[k * c.n_in], c.n_in, c.T, width_in + pad, true));
     for (uint32_t t = 0; t < c.T; t++) {
         std::vector<double> mix(c.n_out, 0), mix2(c.n_out, 0), mix3(c.n_out, 0);
         for (uint32_t k = 0; k < c.n_used; k++) {
             uint32_t id;
             memcpy(&id, &chosen[t * (2 * c.n_used + 1) + k], 4);
             REQUIRE(id < c.n_experts, "%s: expert %u", what, id);
-            const float *xt = &input[(size_t)t * (width_in + pad) + (c.per_choice ? k * c.n_in : 0)];
-            std::vector<double> xd = is_float(c.type) ? std::vector<double>(xt, xt + c.n_in) : quantized(xt, c.n_in);
+            const double *xd = &seen[c.per_choice ? k : 0].x[(size_t)t * c.n_in];
             for (uint32_t i = 0; i < c.n_out; i++) {
                 double dot = 0, squares = 0;
                 for (uint32_t j = 0; j < c.n_in; j++) {
@@ -1146,10 +1161,11 @@ static void experts_case(const ExpertsCase &c) {
         for (uint32_t i = 0; i < c.n_out; i++) sum2.push_back(c.bias ? 0.5 * mix2[i] : mix2[i]);
         sum3.insert(sum3.end(), mix3.begin(), mix3.end());
     }
-    compare(found, want, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
-    compare(g.get(x), sum, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
-    compare(g.get(shared), sum2, FLOAT_TOLERANCE, NMSE_TOLERANCE, what, typical);
-    compare(g.get(plain), sum3, FLOAT_TOLERANCE, NMSE_TOLERANCE, what, typical3);
+    const double most = seen[0].tolerance, nmse = seen[0].nmse;
+    compare(found, want, most, nmse, what);
+    compare(g.get(x), sum, most, nmse, what);
+    compare(g.get(shared), sum2, most, nmse, what, typical);
+    compare(g.get(plain), sum3, most, nmse, what, typical3);
     for (uint32_t t = 0; t < c.T; t++)
         CHECK(!memcmp(&found[t * (width + 3)], &again[(size_t)t * width], width * 4), "%s: the same product gives other bits",
               what);
@@ -2066,14 +2082,20 @@ static void test_joined_norm() {
 }
 
 /* Many columns of every quantized type on wgmma: rows and columns that fill no tile, depths of one step, of a few and of
- * several blocks; products that share a launch, and a norm and a glu that leave bfloats. */
+ * several blocks; products that share a launch, and a norm and a glu that leave bfloats; experts. */
 static void bfloats_cases(uint32_t device) {
     static const uint32_t depths[] = {64, 256, 1280}, outs[] = {5, 130, 257}, rows[] = {65, 70, 200};
-    for (size_t t = 3; t < N_TYPES; t++) {
+    for (size_t t = 1; t < N_TYPES; t++) { /* the first is F32 */
         const uint32_t block = block_elements(types[t]), n = depths[t % 3] < block ? block : depths[t % 3];
         MatmulCase c = {types[t], n, outs[t / 3 % 3], rows[t / 2 % 3], (uint32_t)t % 7, device};
         matmul_case(c);
+        /* experts of more than two tiles of pairs, of one and a part, of a part, of none */
+        ExpertsCase some = {types[t], n, outs[t / 3 % 3], rows[t / 2 % 3], 2, 4, device, t % 2 == 0, t % 3 == 0,
+                            t % 4 == 0, t % 5 == 0, t % 2 == 0};
+        experts_case(some);
     }
+    MatmulCase halves = {RF_TYPE_F16, 1280, 130, 140, 2, device}, bfloats = {RF_TYPE_BF16, 1280, 130, 140, 3, device};
+    matmul_case(halves), matmul_case(bfloats);
     MatmulCase odd = {RF_TYPE_Q8_0, 96, 20, 70, 0, device}; /* half a step: int8 */
     matmul_case(odd);
     together_case(RF_TYPE_Q4_K, RF_TYPE_Q6_K, 256, 66, device, true);
