@@ -4677,7 +4677,8 @@ static __global__ void RFK_THREADS(RFK_WARPGROUP) rfk_check_wgmma(uint32_t *out)
 #if defined(RFK_HAS_WGMMA)
     RFK_DYNAMIC(int4, memory);
     rfk_wgmma_stage &s = rfk_wgmma_memory<rfk_wgmma_stage>(memory);
-    const bool narrow = rfk_wgmma_is_right<RFK_PAIR_TILE, false>(s), wide = rfk_wgmma_is_right<RFK_WGMMA_COLS, false>(s),
+    const bool narrow = rfk_wgmma_is_right<RFK_PAIR_TILE, false>(s),
+               wide = rfk_wgmma_is_right<RFK_WGMMA_COLS, false>(s),
                halves = rfk_wgmma_is_right<RFK_WGMMA_COLS, true>(s);
     out[threadIdx.x] = narrow && wide && halves ? RFK_WGMMA_RIGHT : RFK_WGMMA_WRONG;
 #else
@@ -8917,7 +8918,8 @@ static rf_result rfk_run_tiles(rfk_launching *l, const rfk_matmul_args *products
     return rfk_run_join(l, &t, row_tiles, col_tiles);
 }
 
-/* Split the input of a launch into terms: n_cols rows of n values, per_row of them side by side. one: rfk_split_args. */
+/* Split the input of a launch into terms: n_cols rows of n values, per_row of them side by side. one: as
+ * rfk_split_args. */
 template <bool BF16>
 static rf_result rfk_run_split_rows(const rfk_launching *l, uint32_t n_cols, uint32_t per_row, uint32_t n,
                                     uint32_t one = 0) {
