@@ -7225,6 +7225,7 @@ typedef struct rfi_arch {
 
     /* FFN */
     uint8_t activation;       /* rf_activation                                                                */
+    uint8_t activation_key;   /* hidden_activation names another activation                                   */
     uint8_t no_gate;          /* FFN: down act(up x)                                                          */
     uint8_t fused_gate_up;    /* ffn_up holds the gate's rows, then its own                                   */
     uint8_t swiglu_oai;       /* experts: RF_ACT_OAI instead of SiLU                                          */
@@ -7277,6 +7278,7 @@ typedef struct rfi_config {
     double normed_residual;           /* 0: none                                    */
     rfi_indexer_config indexer;
     uint32_t pooling;                 /* rf_pooling of rf_session_embed             */
+    uint32_t activation;              /* rf_activation of the FFN                   */
     double embedding_scale, residual_scale, logit_scale; /* 0: none              */
     double attention_scale;           /* of scores; 0: 1/sqrt(head_dim)             */
     double attention_softcap, logit_softcap, temperature; /* 0: none             */
@@ -7602,6 +7604,22 @@ static void rfi_config_xielu(rfi_key_reader *k, rfi_config *c) {
     }
 }
 
+/* The activation of the FFN, by its name. */
+static void rfi_config_activation(rfi_key_reader *k, rfi_config *c) {
+    static const struct {
+        const char *name;
+        uint32_t activation;
+    } names[] = {{"gelu", RF_ACT_GELU}, {"geglu", RF_ACT_GELU},   {"silu", RF_ACT_SILU},
+                 {"swish", RF_ACT_SILU}, {"swiglu", RF_ACT_SILU}, {"reglu", RF_ACT_RELU}};
+    rf_string name;
+    uint32_t i = 0;
+    rfi_key_text(k, "hidden_activation", &name);
+    if (k->result != RF_OK || name.len == 0) return;
+    while (i < RFI_COUNT(names) && !rfi_str_equal(name, names[i].name)) i++;
+    if (i == RFI_COUNT(names)) rfi_key_fail(k, RF_ERR_UNSUPPORTED, "'%.*s' is not supported", RFI_STR(name));
+    else c->activation = names[i].activation;
+}
+
 /* Scales, softcaps and slopes of attention and the last softcap; 0 is none. */
 static void rfi_config_scales(rfi_key_reader *k, rfi_config *c) {
     const rfi_arch *arch = c->arch;
@@ -7630,6 +7648,8 @@ static void rfi_config_scales(rfi_key_reader *k, rfi_config *c) {
         if (arch->mla) rfi_key_uint(k, &length, &c->temperature_length);
         if (c->temperature_length == 0) c->temperature_length = c->rope_n_ctx_original;
     }
+    c->activation = arch->activation;
+    if (arch->activation_key) rfi_config_activation(k, c);
     if (arch->activation == RF_ACT_XIELU) rfi_config_xielu(k, c);
     if (!arch->swiglu_limit) return;
     rfi_key_layer_reals(k, "swiglu_clamp_exp", c, offsetof(rfi_layer_config, limit), 0);
@@ -9193,7 +9213,7 @@ static uint32_t rfi_emit_hidden(rfi_builder *b, const rfi_decoder *d, const rfi_
     rf_op *op = rfi_emit_glu(b, gated ? d->gate : d->up, gated ? d->up : RF_NONE, n_ff,
                              !gated && c->arch->relative_bias ? RF_ACT_RELU
                              : l->shared_limit > 1e-6         ? c->arch->swiglu_limit
-                                                              : c->arch->activation);
+                                                              : c->activation);
     op->glu.limit = (float)l->shared_limit;
     op->factor = scales;
     if (scales != RF_NONE) op->flags |= RF_OP_EACH_HEAD;
@@ -9941,7 +9961,7 @@ static const rfi_arch rfi_archs[] = {
     {.name = "jina-bert-v3", .layer_norm = 1, .no_pre_norm = 1, .embedding_norm = 1, .rope_neox = 1,
      .activation = RF_ACT_GELU, .no_gate = 1, .encoder = 1, .norm_after = 1},
     {.name = "modern-bert", .layer_norm = 1, .embedding_norm = 1, .rope_neox = 1, .swa_first_full = 1, .swa_period = 3,
-     .swa_rope_base = 10000, .activation = RF_ACT_GELU, .fused_gate_up = 1, .encoder = 1},
+     .swa_rope_base = 10000, .activation = RF_ACT_GELU, .activation_key = 1, .fused_gate_up = 1, .encoder = 1},
     {.name = "gemma-embedding", .post_norm = 1, .qk_norm = 1, .embed_sqrt = 1, .rope_neox = 1, .swa_period = 6,
      .swa_rope_base = 10000, .activation = RF_ACT_GELU, .encoder = 1},
     {.name = "t5encoder", .activation = RF_ACT_GELU, .relative_bias = 1, .attn_scale = 1, .encoder = 2},

@@ -2022,6 +2022,67 @@ def make_nomic_bert_moe():
         m, il, h, turn=lambda x: rope(x, 8, 3000.0, 'far')), lambda m, il, h: moe(m, il, h) if il else mlp(m, il, h))
 
 
+def make_nomic_bert():
+    """rope and a gated ffn, no biases but those of norms"""
+    m = encoder_model('nomic-bert', layers=2, n_head=4, n_ff=40)
+    m.weight('token_types', 2, N_EMBD)
+    put_layer_norm(m, 'token_embd_norm')
+    for il in range(2):
+        put_encoder_layer(m, il, bias=False)
+        put_ffn(m, il, 40)
+    return m, lambda m, tokens: normed_after(m, tokens, embedded(m, tokens), lambda m, il, h: encoder_attention(
+        m, il, h, turn=lambda x: rope(x, 8, 3000.0, 'far')), gated_ffn)
+
+
+def make_jina_bert_v3():
+    """rope, biases everywhere"""
+    m = encoder_model('jina-bert-v3', layers=2, n_head=4, n_ff=40)
+    m.weight('token_types', 1, N_EMBD)
+    put_layer_norm(m, 'token_embd_norm')
+    for il in range(2):
+        put_encoder_layer(m, il, bias=True)
+        put_mlp(m, il, 40)
+    return m, lambda m, tokens: normed_after(m, tokens, embedded(m, tokens), lambda m, il, h: encoder_attention(
+        m, il, h, turn=lambda x: rope(x, 8, 3000.0, 'far')), mlp)
+
+
+def make_modern_bert(act='gelu'):
+    """norms without biases before attention, of which the first layer has none, and before the ffn; every third layer
+    sees all tokens, the others those at most three away, and turn with another base; one matrix makes gates and values"""
+    m = encoder_model('modern-bert', layers=4, n_head=4, n_ff=40)
+    m.u32(attention__sliding_window=6)
+    if act != 'gelu':
+        m.name = 'modern-bert-' + act
+        m.text(hidden_activation=act)
+    m.norm('token_embd_norm', N_EMBD)
+    for il in range(4):
+        b = 'blk.%d.' % il
+        if il: m.norm(b + 'attn_norm', N_EMBD)
+        put_attention(m, il)
+        m.norm(b + 'ffn_norm', N_EMBD)
+        m.weight(b + 'ffn_up', 80, N_EMBD, gain=1.5)
+        m.weight(b + 'ffn_down', N_EMBD, 40, gain=1.5)
+    m.norm('output_norm', N_EMBD)
+
+    def normed(m, name, x):
+        x = x - x.mean(-1, keepdims=True)
+        return rms(x, m.get('attention.layer_norm_epsilon')) * m.at(name + '.weight')
+
+    def forward(m, tokens):
+        x = normed(m, 'token_embd_norm', m.at('token_embd.weight')[tokens])
+        for il in range(4):
+            b, local = 'blk.%d.' % il, il % 3 != 0
+            x = x + encoder_attention(m, il, normed(m, b + 'attn_norm', x) if il else x, window=6 if local else 0,
+                                      turn=lambda v: rope(v, 8, 10000.0 if local else 3000.0, 'far'))
+            gate, up = np.split(linear(m, b + 'ffn_up', normed(m, b + 'ffn_norm', x)), 2, 1)
+            x = x + linear(m, b + 'ffn_down', (gelu if act == 'gelu' else silu)(gate) * up)
+        return normed(m, 'output_norm', x)
+    return m, forward
+
+
+def make_modern_bert_silu(): return make_modern_bert('silu')
+
+
 def make_gemma_embedding():
     """gemma 3 without its causal order, windows to both sides, and two matrices after the mean"""
     m = encoder_model('gemma-embedding', layers=2, n_head=4, n_ff=40, rms_norms=True)
@@ -2150,7 +2211,7 @@ FAMILIES = [make_mixtral, make_qwen2moe, make_olmoe, make_lfm2, make_lfm2moe, ma
             make_afmoe, make_laguna, make_llama4, make_arctic, make_grok, make_cohere2moe, make_smallthinker,
             make_grovemoe, make_k2_horizon, make_talkie, make_mimo2, make_maple, make_qwen3vl, make_olmo,
             make_hunyuan_dense, make_jais, make_minicpm3, make_apertus, make_step35, make_deepseek32, make_glm_dsa,
-            make_minimax_m3]
+            make_minimax_m3, make_nomic_bert, make_jina_bert_v3, make_modern_bert, make_modern_bert_silu]
 
 
 # ---- answers ----

@@ -30,7 +30,8 @@ static const char *const families[] = {
     "mimo2", "maple", "qwen3vl", "olmo", "hunyuan-dense", "jais", "minicpm3", "apertus", "step35", "minimax-01",
     "kimi-linear", "deepseek32", "glm-dsa", "minimax-m3"};
 
-static const char *const encoders[] = {"bert", "jina-bert-v2", "nomic-bert-moe", "gemma-embedding", "t5encoder"};
+static const char *const encoders[] = {"bert", "jina-bert-v2", "nomic-bert-moe", "gemma-embedding", "t5encoder",
+                                       "nomic-bert", "jina-bert-v3", "modern-bert", "modern-bert-silu"};
 
 /* What make_family_goldens.py wrote. */
 typedef struct golden {
