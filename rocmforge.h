@@ -2622,7 +2622,8 @@ const rf_device_api *rocmforge_hip_api(void);
 #endif
 
 #define RFI_UNUSED(x) ((void)(x))
-/* Between these two stands what is not a hot loop: a compiler that inlines less there takes a tenth less time for all. */
+/* Between these two stands what is not a hot loop: a compiler that inlines less there takes a tenth less
+ * time for all. */
 #if defined(__clang__)
 #define RFI_ONCE_CODE _Pragma("clang attribute push(__attribute__((noinline)), apply_to = function)")
 #define RFI_ONCE_CODE_END _Pragma("clang attribute pop")
@@ -11287,6 +11288,7 @@ static const rfi_kernels rfi_kernels_scalar = {.name = "scalar", .arch_text = "p
 
 /* ---- expansion with AVX2: written by hand for the most common types ---- */
 
+/* These functions take pointers, not arrays: below -O2 gcc 13 forgets the target of one with arrays. */
 #define RFI_256 __attribute__((target("avx2,fma,f16c")))
 
 RFI_INLINE RFI_256 __m256i rfi_256_load(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
@@ -11294,7 +11296,7 @@ RFI_INLINE RFI_256 __m128i rfi_128_load(const void *p) { return _mm_loadu_si128(
 RFI_INLINE RFI_256 float rfi_256_f16(const void *p) { return _cvtsh_ss(rfi_load_u16(p)); }
 
 /* The values of a list that 16 low, and then 16 high, nibbles number. */
-RFI_INLINE RFI_256 __m256i rfi_256_codebook(const int8_t list[16], const uint8_t q[16]) {
+RFI_INLINE RFI_256 __m256i rfi_256_codebook(const int8_t *list, const uint8_t *q) {
     const __m128i v = rfi_128_load(q);
     const __m256i nibbles = _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(v, 4), v), _mm256_set1_epi8(15));
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(rfi_128_load(list)), nibbles);
@@ -11308,7 +11310,7 @@ RFI_INLINE void rfi_blocks_of(const uint8_t *p, uint32_t bytes, uint32_t n_group
     for (uint32_t g = 0; g < 8; g++) b[g] = p + (g / n_groups < n_blocks ? g / n_groups : n_blocks - 1) * bytes;
 }
 /* The first 16 bits of eight blocks. Scales that are stored one by one would stall the vector loads that follow. */
-RFI_INLINE RFI_256 __m128i rfi_256_heads(const uint8_t *const b[8]) {
+RFI_INLINE RFI_256 __m128i rfi_256_heads(const uint8_t *const *b) {
     return _mm_set_epi16((short)rfi_load_u16(b[7]), (short)rfi_load_u16(b[6]), (short)rfi_load_u16(b[5]),
                          (short)rfi_load_u16(b[4]), (short)rfi_load_u16(b[3]), (short)rfi_load_u16(b[2]),
                          (short)rfi_load_u16(b[1]), (short)rfi_load_u16(b[0]));
@@ -11614,7 +11616,7 @@ RFI_INLINE RFI_512 __m512i rfi_512_pick(const void *p, uint64_t step) {
 }
 
 /* 4x4 transpose of the 32-bit elements of each 128-bit lane. */
-RFI_INLINE RFI_512 void rfi_512_transpose(__m512i v[4]) {
+RFI_INLINE RFI_512 void rfi_512_transpose(__m512i *v) {
     const __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpacklo_epi32(v[2], v[3]);
     const __m512i c = _mm512_unpackhi_epi32(v[0], v[1]), d = _mm512_unpackhi_epi32(v[2], v[3]);
     v[0] = _mm512_unpacklo_epi64(a, b), v[1] = _mm512_unpackhi_epi64(a, b);
@@ -11622,7 +11624,7 @@ RFI_INLINE RFI_512 void rfi_512_transpose(__m512i v[4]) {
 }
 
 /* 4x4 transpose of whole 128-bit lanes. */
-RFI_INLINE RFI_512 void rfi_512_transpose_lanes(__m512i v[4]) {
+RFI_INLINE RFI_512 void rfi_512_transpose_lanes(__m512i *v) {
     const __m512i a = _mm512_shuffle_i32x4(v[0], v[1], 0x44), b = _mm512_shuffle_i32x4(v[2], v[3], 0x44);
     const __m512i c = _mm512_shuffle_i32x4(v[0], v[1], 0xee), d = _mm512_shuffle_i32x4(v[2], v[3], 0xee);
     v[0] = _mm512_shuffle_i32x4(a, b, 0x88), v[1] = _mm512_shuffle_i32x4(a, b, 0xdd);
@@ -11638,7 +11640,7 @@ RFI_INLINE RFI_512 __m512i rfi_512_sum4(__m512i a, __m512i b, __m512i c, __m512i
 
 /* Adds the fifth bits of 4 blocks of 32, `step` apart: q[0] the first 16 values of each, q[1] the second. Reads 12
  * bytes past qh. */
-RFI_INLINE RFI_512 void rfi_512_fifth(const uint8_t *qh, uint64_t step, __m512i q[2]) {
+RFI_INLINE RFI_512 void rfi_512_fifth(const uint8_t *qh, uint64_t step, __m512i *q) {
     const __m512i bits = rfi_512_pick(qh, step), own = _mm512_set1_epi64((long long)0x8040201008040201u);
     RFI_UNROLL(2)
     for (int i = 0; i < 2; i++) { /* shuffle each value the byte that has its bit */
@@ -11661,7 +11663,7 @@ RFI_INLINE uint32_t rfi_512_lane(uint32_t type, uint32_t g) {
 
 /* A unit's values, unsigned: q[0], q[1] the first and second 16 of groups 0 to 3 in rfi_512_group's order, one group
  * per lane; q[2], q[3] of the other four. */
-RFI_INLINE RFI_512 void rfi_512_values(uint32_t type, const uint8_t *p, __m512i q[4]) {
+RFI_INLINE RFI_512 void rfi_512_values(uint32_t type, const uint8_t *p, __m512i *q) {
     const __m512i low = _mm512_set1_epi8(15);
     const uint64_t step = rfi_unit_bytes(type) / 8;
     const __m512i flip = _mm512_set1_epi8(rfi_is_signed(type) ? -128 : 0);
@@ -11715,7 +11717,7 @@ RFI_INLINE RFI_512 void rfi_512_values(uint32_t type, const uint8_t *p, __m512i 
 }
 
 /* 16 bytes of each row as 4 vectors of 32-bit elements, lane = row. */
-RFI_INLINE RFI_512 void rfi_512_heads(const rfi_rows *r, uint64_t offset, __m512i head[4]) {
+RFI_INLINE RFI_512 void rfi_512_heads(const rfi_rows *r, uint64_t offset, __m512i *head) {
     RFI_UNROLL(4)
     for (int i = 0; i < 4; i++) {
         const uint8_t *const *row = r->row + i;
@@ -11798,7 +11800,7 @@ RFI_INLINE RFI_512 void rfi_512_prefetch(uint32_t type, const uint8_t *row, uint
 }
 
 /* The inputs of a unit, in the order of rfi_512_values. */
-RFI_INLINE RFI_512 void rfi_512_inputs(uint32_t type, const rfi_q8 *x, __m512i xq[4]) {
+RFI_INLINE RFI_512 void rfi_512_inputs(uint32_t type, const rfi_q8 *x, __m512i *xq) {
     RFI_UNROLL(4)
     for (uint32_t i = 0; i < 4; i++) {
         const uint32_t at = (i >> 1) * 4;
@@ -11813,7 +11815,7 @@ RFI_INLINE RFI_512 void rfi_512_inputs(uint32_t type, const rfi_q8 *x, __m512i x
 
 /* sum[c][v][i]: of column c and rows 4i to 4i + 3, the sums of products of each group, or of each half of one. */
 RFI_INLINE RFI_512 void rfi_512_sums(uint32_t type, const rfi_rows *r, uint64_t offset, uint32_t n_cols,
-                                     __m512i xq[][4], __m512i sum[][4][4]) {
+                                     __m512i (*xq)[4], __m512i (*sum)[4][4]) {
     const uint32_t n_sums = 2 * rfi_kind_scales(rfi_kind_of(type));
     uint64_t ahead = offset + RFI_AHEAD * rfi_unit_bytes(type); /* past the end of a row: the row 16 further on */
     if (ahead >= r->row_bytes) ahead += 15 * r->row_bytes;
@@ -11843,7 +11845,7 @@ RFI_INLINE RFI_512 void rfi_512_sums(uint32_t type, const rfi_rows *r, uint64_t 
 
 /* Adds up to 8 groups to the 16 rows of a column. */
 RFI_INLINE RFI_512 __m512 rfi_512_add_up(uint32_t type, uint32_t n_groups, const rfi_q8 *x, const float *s,
-                                         const float *m, __m512i sum[4][4], __m512 y) {
+                                         const float *m, __m512i (*sum)[4], __m512 y) {
     const rfi_kind kind = rfi_kind_of(type);
     const uint32_t n_halves = rfi_kind_scales(kind);
     const int shift = rfi_bias_shift(type);
@@ -12018,7 +12020,7 @@ RFI_INLINE RFI_512 __m512 rfi_512_load(uint32_t type, const void *p, uint64_t i,
 
 /* n values (16, but at the end of a row) of 4 rows times the columns. */
 RFI_INLINE RFI_512 void rfi_512_float_step(uint32_t type, uint32_t n_cols, const rfi_float_tile *t, const float *x,
-                                           uint32_t i, uint32_t n, __m512 sum[RFI_FLOAT_COLS][4]) {
+                                           uint32_t i, uint32_t n, __m512 (*sum)[4]) {
     __m512 w[4];
     RFI_UNROLL(4)
     for (int r = 0; r < 4; r++) {
@@ -12182,7 +12184,7 @@ RFI_INLINE RFI_256 __m256i rfi_256_pick(const void *a, const void *b) {
 }
 
 /* 4x4 transpose of the 32-bit elements of each 128-bit lane. */
-RFI_INLINE RFI_256 void rfi_256_transpose(__m256i v[4]) {
+RFI_INLINE RFI_256 void rfi_256_transpose(__m256i *v) {
     const __m256i a = _mm256_unpacklo_epi32(v[0], v[1]), b = _mm256_unpacklo_epi32(v[2], v[3]);
     const __m256i c = _mm256_unpackhi_epi32(v[0], v[1]), d = _mm256_unpackhi_epi32(v[2], v[3]);
     v[0] = _mm256_unpacklo_epi64(a, b), v[1] = _mm256_unpackhi_epi64(a, b);
@@ -12195,7 +12197,7 @@ RFI_INLINE uint32_t rfi_256_group(uint32_t type, uint32_t pair, uint32_t second)
 }
 
 /* Values of a pair, 2 * half + odd: q[0] the first 16 of both groups, q[1] the second 16. Unsigned, but Q8_0 signed. */
-RFI_INLINE RFI_256 void rfi_256_values(uint32_t type, const uint8_t *p, uint32_t half, uint32_t odd, __m256i q[2]) {
+RFI_INLINE RFI_256 void rfi_256_values(uint32_t type, const uint8_t *p, uint32_t half, uint32_t odd, __m256i *q) {
     const uint32_t pair = 2 * half + odd;
     const __m256i low = _mm256_set1_epi8(15);
     if (rfi_is_expanded(type)) {
@@ -12352,7 +12354,7 @@ RFI_INLINE RFI_256 void rfi_256_prefetch(uint32_t type, const rfi_rows *r, uint6
 }
 
 /* Sums of products of a pair of groups, or of their halves, of rows 4i to 4i + 3. */
-RFI_INLINE RFI_256 void rfi_256_sums(uint32_t type, const __m256i q[4][2], const __m256i xq[2], __m256i sum[2]) {
+RFI_INLINE RFI_256 void rfi_256_sums(uint32_t type, const __m256i (*q)[2], const __m256i *xq, __m256i *sum) {
     const uint32_t n_sums = rfi_kind_scales(rfi_kind_of(type));
     __m256i dot[2][4];
     RFI_UNROLL(4)
@@ -12368,7 +12370,7 @@ RFI_INLINE RFI_256 void rfi_256_sums(uint32_t type, const __m256i q[4][2], const
 
 /* Adds up to 8 groups to the 8 rows of a column. sum: [pair][rows 0..3, 4..7][half]. */
 RFI_INLINE RFI_256 __m256 rfi_256_add_up(uint32_t type, uint32_t n_groups, const rfi_q8 *x, const float *s,
-                                         const float *m, __m256i sum[4][2][2], __m256 y) {
+                                         const float *m, __m256i (*sum)[2][2], __m256 y) {
     const rfi_kind kind = rfi_kind_of(type);
     const uint32_t n_halves = rfi_kind_scales(kind);
     const int has_bias = !rfi_is_signed(type) && !rfi_kind_min(kind), shift = rfi_bias_shift(type);
@@ -12469,7 +12471,7 @@ RFI_INLINE RFI_256 void rfi_avx2_unpack(uint32_t type, const rfi_rows *r, uint64
 
 /* Half a group (4 times 4 values of 8 rows) times the columns' values, with VNNI. is_signed: the weights are. */
 RFI_INLINE RFI_256 void rfi_256_dots_vnni(int is_signed, const uint8_t *q, const rfi_tile *t, const int8_t *x,
-                                          uint32_t nc, __m256i sum[4]) {
+                                          uint32_t nc, __m256i *sum) {
     RFI_UNROLL(4)
     for (uint32_t u = 0; u < 4; u++) {
         const __m256i w = rfi_256_load(q + u * 32), a = is_signed ? _mm256_abs_epi8(w) : w;
@@ -12485,7 +12487,7 @@ RFI_INLINE RFI_256 void rfi_256_dots_vnni(int is_signed, const uint8_t *q, const
 /* And without it. `bits` of the weights: up to 5 let four products of pairs add up in 16 bits, 6 let two; 8 means
  * signed. */
 RFI_INLINE RFI_256 void rfi_256_dots(int bits, const uint8_t *q, const rfi_tile *t, const int8_t *x, uint32_t nc,
-                                     __m256i sum[4]) {
+                                     __m256i *sum) {
     const uint32_t together = bits == 8 ? 1 : bits == 6 ? 2 : 4;
     __m256i pairs[4];
     RFI_UNROLL(4)

@@ -64,6 +64,12 @@ case_public_calls() {
     ! grep '^ROCMFORGE_API rf_result ' "$dir/calls" | grep -v ', rf_error \*err);$'
     ! grep '_close(' "$dir/calls" | grep -v '^ROCMFORGE_API rf_result rf_[a-z_]*_close(rf_[a-z_]* \*[a-z]*, rf_error \*err);$'
 }
+# below -O2 gcc 13 forgets the target of a function with array parameters
+case_targets() {
+    ! awk '/^(RFI_INLINE|static) .*RFI_(256|512) / { f = $0; while (f !~ /[{;]/ && (getline l) > 0) f = f l
+            sub(/[{;].*/, "", f); gsub(/\(\*[a-z_]*\)(\[[^]]*\])+/, "", f); if (f ~ /\[/) { print FNR ": " f; bad = 1 } }
+        END { exit !bad }' rocmforge.h
+}
 case_sections_of_the_kernels() { sections rocmforge_kernels.hip; }
 case_stop_here() { [ "$(grep -c 'Stop here if you only call the library' rocmforge.h)" -eq 1 ]; }
 case_columns() {
