@@ -41,7 +41,7 @@ run-server: $(B)/rocmforge_server    ## serve the model in examples/ at http://1
 # Nearly everything that a change can break shows in `make test`. `make test-all` runs the rest: the many combinations, and what
 # needs other compilers, emulators and checkers. @quick and @slow are parts of a suite. The longest first.
 SLOW  = tests/test_sanitizers.sh tests/test_hipcc.sh tests/test_isa.sh tests/test_emu.sh tests/test_once_cell.sh
-PARTS = tests/test_readme.sh tests/test_compile.sh
+PARTS = tests/test_readme.sh tests/test_compile.sh tests/test_server.sh
 test: programs    ## run the tests (3 minutes on two cores); a suite whose tool is missing is counted as skipped
 	$(JOBS)sh tests/run.sh $(B) $(if $(HAVE_CXX),$(B)/test_hip@quick $(B)/hip_goldens $(B)/hip_recurrent) \
 	  $(PARTS:=@quick) $(filter-out $(SLOW) $(PARTS),$(SCRIPTS)) $(TESTS)
@@ -80,6 +80,11 @@ fuzz-inputs: $(B)/fuzz $(B)/test_fuzz    ## fuzz bytes, each target (clang); FUZ
 	  -artifact_prefix=$(B)/fuzz.d/T- $(B)/fuzz.d/T >$(B)/fuzz.d/T.log 2>&1 || { tail -n 40 $(B)/fuzz.d/T.log; exit 1; }'
 	@for t in $(FUZZ_TARGETS); do echo "$$t: $$(sed -n 's/^stat::number_of_executed_units: *//p' $(B)/fuzz.d/$$t.log) inputs"; done
 
+fuzz-server: $(B)/fuzz_server    ## fuzz the JSON bodies of the HTTP server (clang)
+	@mkdir -p $(B)/fuzz.d/server
+	./$(B)/fuzz_server -timeout=5 -rss_limit_mb=2048 -max_len=8192 -max_total_time=$(FUZZ_SECONDS) -artifact_prefix=$(B)/fuzz.d/server- \
+	  $(B)/fuzz.d/server
+
 # gcc: clang takes minutes for the kernels
 fuzz-models:    ## fuzz whole models, on the CPU and emulated GPUs (sanitizers); FUZZ_SEED=1
 	@mkdir -p $(B)/fuzz.d
@@ -91,6 +96,11 @@ $(B)/fuzz: tests/test_fuzz.c examples/rocmforge_cli.c $(HEADERS)
 	@mkdir -p $(@D)
 	clang -g -O1 -fno-omit-frame-pointer -fno-sanitize-recover=all -fsanitize=fuzzer,address,undefined -DRF_LIBFUZZER \
 	  -DROCMFORGE_NO_SIMD -I. $< -o $@ $(LIBS)
+
+$(B)/fuzz_server: tests/server/fuzz_bodies.c examples/rocmforge_server.c $(HEADERS)
+	@mkdir -p $(@D)
+	clang -g -O1 -fno-omit-frame-pointer -fno-sanitize-recover=all -fsanitize=fuzzer,address,undefined -DRF_LIBFUZZER \
+	  -DROCMFORGE_NO_SIMD -I. $< -o $@ -lmicrohttpd -ljansson $(LIBS)
 
 gpu:    ## build the programs for AMD GPUs as build/*_gpu; GPU_ARCH=gfx1100
 	@mkdir -p $(B)
@@ -172,4 +182,4 @@ $(B)/hip_model $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_threads $(B)/rocmfor
 	$(CC) $(CFLAGS) -DRF_TEST_EMU -DROCMFORGE_IMPLEMENTATION_DONE -I. -c $(firstword $(filter %.c,$^)) -o $@.o
 	$(CXX) $(CFLAGS) $@.o $(filter %.o %.a,$^) -o $@ $(LIBS)
 
-.PHONY: all run server run-server fuzz fuzz-inputs fuzz-models programs test test-emu test-emu-full test-gpu hip-check check-c gpu gpu-nvidia deps clean help
+.PHONY: all run server run-server fuzz fuzz-server fuzz-inputs fuzz-models programs test test-emu test-emu-full test-gpu hip-check check-c gpu gpu-nvidia deps clean help

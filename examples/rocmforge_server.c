@@ -25,6 +25,8 @@
 #include <math.h>
 #include <microhttpd.h>
 #include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
@@ -1501,7 +1503,8 @@ static void put_place(const choice *c) {
 static void put_part(const choice *c, const char *event) {
     event_begin(c->task, event);
     put_place(c);
-    put_text(&line, "\"part\":{\"type\":\"output_text\",\"annotations\":[],");
+    put_text(&line, c->block_kind == RF_PIECE_THOUGHT ? "\"part\":{\"type\":\"reasoning_text\","
+                                                      : "\"part\":{\"type\":\"output_text\",\"annotations\":[],");
     put_bytes(&line, "text", &c->block);
     put_text(&line, "}");
     event_end(c->task);
@@ -1536,7 +1539,7 @@ static void responses_close(choice *c) {
         if (!thought) put_text(&line, "\"logprobs\":[],");
         put_bytes(&line, "text", &c->block);
         event_end(t);
-        if (!thought) put_part(c, "response.content_part.done");
+        put_part(c, "response.content_part.done");
         send_item(c, "response.output_item.done", &item);
     }
     keep_item(c, &item);
@@ -1550,7 +1553,7 @@ static void responses_open(choice *c, int kind) {
     make_id(c->block_id, kind == RF_PIECE_THOUGHT ? "rs_" : "msg_");
     put_item(&item, c, 0);
     send_item(c, "response.output_item.added", &item);
-    if (kind == RF_PIECE_ANSWER && c->task->want_stream) put_part(c, "response.content_part.added");
+    if (c->task->want_stream) put_part(c, "response.content_part.added");
     free(item.data);
 }
 
@@ -2520,7 +2523,9 @@ static enum MHD_Result first_call(struct MHD_Connection *c, const char *path, co
     const api kind = strncmp(path, "/v1/messages", 12) == 0 ? API_MESSAGES : API_NONE;
     if (!route && known) return answer_error(c, kind, 405, "this path has another method");
     if (!route) return answer_error(c, kind, 404, "there is no such path");
-    if (length && strtoull(length, NULL, 10) > g.o.max_body) return answer_error(c, kind, 413, "the body is too large");
+    /* a client learns more from an answer behind its body than from a connection that breaks */
+    if (length && strtoull(length, NULL, 10) / 16 > g.o.max_body)
+        return answer_error(c, kind, 413, "the body is too large");
     request *q = calloc(1, sizeof *q);
     if (!q) return MHD_NO;
     q->route = route;
@@ -2769,6 +2774,16 @@ static void close_model(void) {
     free(g.no_end), free(keys_text), free(certificate_text), free(key_text), free(template_text);
 }
 
+/* Small events leave at once. */
+static void connected(void *unused, struct MHD_Connection *c, void **context,
+                      enum MHD_ConnectionNotificationCode code) {
+    const union MHD_ConnectionInfo *info = MHD_get_connection_info(c, MHD_CONNECTION_INFO_CONNECTION_FD);
+    const int on = 1;
+    (void)unused, (void)context;
+    if (code == MHD_CONNECTION_NOTIFY_STARTED && info)
+        setsockopt(info->connect_fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+}
+
 static int open_daemon(void) {
     const struct addrinfo hints = {.ai_flags = AI_NUMERICHOST | AI_PASSIVE, .ai_socktype = SOCK_STREAM};
     struct addrinfo *address = NULL;
@@ -2785,9 +2800,9 @@ static int open_daemon(void) {
                                          {MHD_OPTION_HTTPS_MEM_KEY, 0, key_text}, {MHD_OPTION_END, 0, NULL}};
     const struct MHD_OptionItem plain[] = {{MHD_OPTION_END, 0, NULL}};
     g.daemon = MHD_start_daemon(flags, 0, NULL, NULL, handle, NULL, MHD_OPTION_SOCK_ADDR, address->ai_addr,
-                                MHD_OPTION_NOTIFY_COMPLETED, completed, NULL, MHD_OPTION_CONNECTION_LIMIT,
-                                g.o.n_connections, MHD_OPTION_CONNECTION_TIMEOUT, 30u, MHD_OPTION_THREAD_POOL_SIZE,
-                                (unsigned)N_HTTP_THREADS, MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)65536,
+                                MHD_OPTION_NOTIFY_COMPLETED, completed, NULL, MHD_OPTION_NOTIFY_CONNECTION, connected,
+                                NULL, MHD_OPTION_CONNECTION_LIMIT, g.o.n_connections, MHD_OPTION_CONNECTION_TIMEOUT,
+                                30u, MHD_OPTION_THREAD_POOL_SIZE, (unsigned)N_HTTP_THREADS, MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)65536,
                                 MHD_OPTION_LISTEN_BACKLOG_SIZE, 1024u, MHD_OPTION_ARRAY, certificate_text ? tls : plain,
                                 MHD_OPTION_END);
     freeaddrinfo(address);

@@ -1,0 +1,123 @@
+/* cc -O1 -o load tests/server/load.c -lm -pthread
+ *
+ * load URL CLIENTS REQUESTS PER_SECOND TOKENS: requests that stream from a server, arriving at random (Poisson: waits
+ * are exponential), PER_SECOND of them in all (0: each client asks again at once), from CLIENTS connections at a time.
+ * Prints a line of a table: time to the first token and between tokens (median, 95 and 99 of 100), tokens per second.
+ * A client that is busy when its next request arrives takes it late: the time to its first token counts from the
+ * arrival. */
+#define _GNU_SOURCE
+#include <arpa/inet.h>
+#include <math.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+static struct sockaddr_in address;
+static int n_clients, n_requests, n_tokens;
+static double rate, begin;
+static atomic_int next_request, n_failed;
+static double *arrivals, *first, *between; /* [n_requests], [n_requests], [n_requests * n_tokens] */
+static atomic_long n_between, n_total;
+
+static double seconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* One request: returns 0 unless the stream ends as it should. */
+static int ask(int i) {
+    char body[512], head[256], text[65536];
+    double last = 0;
+    int ends = 0, n = 0, one = 1;
+    const int fd = socket(AF_INET, SOCK_STREAM, 0);
+    if (fd < 0 || connect(fd, (struct sockaddr *)&address, sizeof address) != 0) return close(fd), 0;
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    const int n_body = snprintf(body, sizeof body, "{\"messages\":[{\"role\":\"user\",\"content\":\"Speak to me of matter %d, and of "
+                                "what it was that you did before.\"}],\"max_tokens\":%d,\"ignore_eos\":true,\"stream\":true,\"seed\":%d}",
+                                i, n_tokens, i);
+    const int n_head = snprintf(head, sizeof head, "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+                                "Content-Type: application/json\r\nContent-Length: %d\r\n\r\n", n_body);
+    if (send(fd, head, (size_t)n_head, MSG_NOSIGNAL) != n_head || send(fd, body, (size_t)n_body, MSG_NOSIGNAL) != n_body)
+        return close(fd), 0;
+    for (size_t held = 0;;) {
+        const ssize_t got = recv(fd, text + held, sizeof text - 1 - held, 0);
+        if (got <= 0) break;
+        held += (size_t)got;
+        text[held] = 0;
+        char *at = text, *end;
+        const double now = seconds();
+        while ((end = strstr(at, "\n\n"))) { /* an event: of a token if it has a delta's content that is not empty */
+            *end = 0;
+            if (strstr(at, "\"delta\":{\"content\"")) {
+                if (n++ == 0) first[i] = now - arrivals[i];
+                else between[atomic_fetch_add(&n_between, 1)] = now - last;
+                last = now;
+            }
+            if (strstr(at, "[DONE]")) ends = 1;
+            at = end + 2;
+        }
+        held = strlen(at);
+        memmove(text, at, held + 1);
+    }
+    close(fd);
+    atomic_fetch_add(&n_total, n_tokens);
+    return ends && n > 0;
+}
+
+static void *client(void *unused) {
+    (void)unused;
+    for (int i; (i = atomic_fetch_add(&next_request, 1)) < n_requests;) {
+        const double wait = arrivals[i] - seconds();
+        const struct timespec t = {(time_t)(wait > 0 ? wait : 0), (long)(1e9 * fmod(wait > 0 ? wait : 0, 1))};
+        if (rate > 0) nanosleep(&t, NULL);
+        else arrivals[i] = seconds();
+        if (!ask(i)) atomic_fetch_add(&n_failed, 1);
+    }
+    return NULL;
+}
+
+static int ascending(const void *a, const void *b) {
+    const double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static void show(const char *name, double *x, long n) {
+    qsort(x, (size_t)n, sizeof *x, ascending);
+    if (n) printf("%s ms: median %.1f, p95 %.1f, p99 %.1f; ", name, 1e3 * x[n / 2], 1e3 * x[n * 95 / 100], 1e3 * x[n * 99 / 100]);
+}
+
+int main(int argc, char **argv) {
+    char host[64];
+    unsigned port = 0;
+    if (argc != 6 || sscanf(argv[1], "http://%63[0-9.]:%u", host, &port) != 2)
+        return fprintf(stderr, "usage: load http://127.0.0.1:PORT CLIENTS REQUESTS PER_SECOND TOKENS\n"), 2;
+    n_clients = atoi(argv[2]), n_requests = atoi(argv[3]), rate = atof(argv[4]), n_tokens = atoi(argv[5]);
+    if (n_clients < 1 || n_clients > 1000 || n_requests < 1 || n_tokens < 1 || rate < 0) return 2;
+    address = (struct sockaddr_in){.sin_family = AF_INET, .sin_port = htons((uint16_t)port)};
+    inet_pton(AF_INET, host, &address.sin_addr);
+    arrivals = calloc((size_t)n_requests, sizeof *arrivals), first = calloc((size_t)n_requests, sizeof *first);
+    between = calloc((size_t)n_requests * (size_t)n_tokens, sizeof *between);
+    pthread_t *threads = calloc((size_t)n_clients, sizeof *threads);
+    if (!arrivals || !first || !between || !threads) return 1;
+    srand48(1);
+    double at = begin = seconds();
+    for (int i = 0; i < n_requests; i++) arrivals[i] = at += rate > 0 ? -log(1 - drand48()) / rate : 0;
+    for (int i = 0; i < n_clients; i++)
+        if (pthread_create(&threads[i], NULL, client, NULL) != 0) return 1;
+    for (int i = 0; i < n_clients; i++) pthread_join(threads[i], NULL);
+    const double took = seconds() - begin;
+    printf("%d clients, %d requests, %d failed; ", n_clients, n_requests, n_failed);
+    show("first token", first, n_requests);
+    show("between tokens", between, n_between);
+    printf("%.0f tokens/s\n", (double)n_total / took);
+    free(arrivals), free(first), free(between), free(threads);
+    return n_failed != 0;
+}

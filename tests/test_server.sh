@@ -1,0 +1,119 @@
+# test_server.sh BUILD [quick|slow]: the HTTP server. Quick: its HTTP and APIs, many clients, limits, JSON bodies of all kinds, the load
+# program. Slow: the clients `openai` and `@anthropic-ai/sdk` from npm, the page in headless Chromium, 1,000 connections, leaks.
+. tests/rf_test.sh
+slow="case_npm_clients case_page case_long case_leaks"
+
+model=examples/shakespeare-5m.gguf
+server=$build/rocmforge_server
+libraries="-lmicrohttpd -ljansson -lm -pthread"
+
+# need_server: leave the case as skipped without the server's libraries.
+need_server() {
+    [ -x "$server" ] && return
+    echo "install libmicrohttpd-dev and libjansson-dev with 'apt-get install' (make deps), then make server"
+    exit 77
+}
+# start MODEL [OPTION...]: start a server; its URL in $url, its number in $pid.
+start() {
+    "$server" "$@" --port 0 --device cpu --threads 1 >"$dir/$name.server" 2>&1 &
+    pid=$!
+    trap 'kill $pids $pid 2>/dev/null' EXIT
+    for _ in $(seq 100); do
+        url=$(sed -n 's/.*: \(http:.*\)$/\1/p' "$dir/$name.server")
+        [ -z "$url" ] || return 0
+        sleep 0.1
+    done
+    cat "$dir/$name.server"
+    return 1
+}
+name=$2 pids=
+
+build_parrot() {
+    need python3 python3
+    python3 tests/make_parrot.py tests/server/parrot.jinja "$dir/parrot.gguf"
+}
+case_http() {
+    need_server
+    need python3 python3
+    python3 tests/server/test_http.py "$server" $model "$dir/parrot.gguf"
+}
+# one line of curl, as README.md has it
+case_curl() {
+    need_server
+    need curl curl
+    start $model
+    curl -sSf "$url/v1/chat/completions" -H 'Content-Type: application/json' \
+        -d '{"messages": [{"role": "user", "content": "Who is there?"}], "max_tokens": 8, "stream": true}' >"$dir/curl.out"
+    grep -q '^data: \[DONE\]' "$dir/curl.out"
+    [ "$(grep -c '"delta":{"content"' "$dir/curl.out")" -ge 4 ]
+    curl -sS "$url/v1/chat/completions" -H 'Content-Type: application/json' -d '{"messages": 1}' | grep -q '"param":"messages"'
+}
+case_command_line() {
+    need_server
+    "$server" --help | grep -q -- '--api-key'
+    for wrong in '' '--port x model' '--no-such-option model' 'a b' "--host nowhere $model" "--tls-cert $model $model"; do
+        rc=0
+        "$server" $wrong >"$dir/wrong" 2>&1 || rc=$?
+        [ $rc -eq 2 ] || { echo "$wrong: exit status $rc"; cat "$dir/wrong"; return 1; }
+    done
+    rc=0
+    "$server" README.md >"$dir/wrong" 2>&1 || rc=$?
+    [ $rc -eq 1 ] && grep -q 'README.md' "$dir/wrong"
+}
+case_load() {
+    need_server
+    cc -O1 -Wall -Wextra -Werror -o "$dir/load" tests/server/load.c -lm -pthread
+    start $model --parallel 8
+    "$dir/load" "$url" 4 12 50 8 >"$dir/load.out"
+    cat "$dir/load.out"
+    grep -q '12 requests, 0 failed' "$dir/load.out"
+}
+# bodies of all kinds, mutated: none may crash; with sanitizers in `make test-all` and under libFuzzer with `make fuzz-server`
+case_bodies() {
+    need_server
+    cc -g -O1 -DROCMFORGE_IMPLEMENTATION_DONE -I. tests/server/fuzz_bodies.c "$build/rocmforge.a" -o "$dir/fuzz_bodies" $libraries
+    "$dir/fuzz_bodies" 4000
+}
+case_long() {
+    need_server
+    need python3 python3
+    python3 tests/server/test_http.py "$server" $model "$dir/parrot.gguf" long
+}
+case_npm_clients() {
+    need_server
+    need npm npm
+    mkdir -p "$dir/npm"
+    cp tests/server/clients.mjs "$dir/npm/"
+    echo '{"private": true}' >"$dir/npm/package.json"
+    (cd "$dir/npm" && npm install --no-audit --no-fund --loglevel=error openai@7 @anthropic-ai/sdk@1) || { echo "no npm registry"; exit 77; }
+    start $model
+    pids=$pid first=$url name=$name.parrot
+    start "$dir/parrot.gguf"
+    node "$dir/npm/clients.mjs" "$first" "$url"
+}
+case_page() {
+    need_server
+    need chromedriver chromium-driver
+    need chromium chromium
+    need python3 python3
+    mkdir -p "$dir/page"
+    python3 tests/server/test_page.py "$server" $model "$dir/parrot.gguf" "$dir/page"
+}
+# 10,000 requests, and bodies of all kinds, under sanitizers: the leak checker runs when the server ends
+case_leaks() {
+    need_server
+    sanitize="-g1 -O1 -fno-omit-frame-pointer -fno-sanitize-recover=all -fsanitize=address,undefined"
+    cc $sanitize -DROCMFORGE_NO_SIMD -DROCMFORGE_IMPLEMENTATION -x c -c rocmforge.h -o "$dir/asan.o"
+    cc $sanitize -DROCMFORGE_IMPLEMENTATION_DONE -I. examples/rocmforge_server.c "$dir/asan.o" -o "$dir/server_asan" $libraries
+    cc $sanitize -DROCMFORGE_IMPLEMENTATION_DONE -I. tests/server/fuzz_bodies.c "$dir/asan.o" -o "$dir/fuzz_asan" $libraries
+    cc -O1 -o "$dir/load_asan" tests/server/load.c -lm -pthread
+    "$dir/fuzz_asan" 20000
+    server=$dir/server_asan
+    start $model --parallel 4 -c 64
+    "$dir/load_asan" "$url" 8 10000 0 1 | tee "$dir/leaks.out"
+    grep -q '10000 requests, 0 failed' "$dir/leaks.out"
+    kill -TERM $pid
+    wait $pid
+}
+
+run_cases "$@"
