@@ -4687,24 +4687,27 @@ static __global__ void RFK_THREADS(RFK_WARPGROUP) rfk_check_wgmma(uint32_t *out)
 }
 
 /* Weights of floats without matrix units.
- *   grid [row tiles of all products, ceil(cols / 64)]   block 256, 4 x 4 results a thread   LDS 8.1 KiB */
+ *   grid [ceil(cols / 64), row tiles of all products, splits]   block 256, 4 x 4 results a thread   LDS 8.1 KiB */
 #define RFK_TILE 64 /* rows and columns of a tile of floats */
 #define RFK_FLOAT_DEPTH 16
 struct rfk_float_tile {
     float w[RFK_FLOAT_DEPTH][RFK_TILE + 1];
     float x[RFK_FLOAT_DEPTH][RFK_TILE + 1];
 };
-template <int TYPE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_float(rfk_matmul_args a) {
+template <int TYPE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_float(rfk_tiles_args t) {
     RFK_SHARED(rfk_float_tile, s);
-    uint32_t number = blockIdx.x;
+    const rfk_matmul_args &a = t.m;
+    uint32_t number = blockIdx.y;
     const rfk_product p = rfk_pick(a, &number);
-    uint32_t row0 = number * RFK_TILE, col0 = blockIdx.y * RFK_TILE, tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+    const uint32_t first = t.split_units * 32 * blockIdx.z, last = first + t.split_units * 32,
+                   end = last < a.n_in ? last : a.n_in;
+    uint32_t row0 = number * RFK_TILE, col0 = blockIdx.x * RFK_TILE, tx = threadIdx.x % 16, ty = threadIdx.x / 16;
     float sum[4][4];
     for (int i = 0; i < 4; i++)
         for (int j = 0; j < 4; j++) sum[i][j] = 0;
-    for (uint32_t k0 = 0; k0 < a.n_in; k0 += RFK_FLOAT_DEPTH) {
+    for (uint32_t k0 = first; k0 < end; k0 += RFK_FLOAT_DEPTH) {
         for (uint32_t i = ty; i < RFK_TILE; i += 16) { /* tx: position in the row */
-            bool deep = k0 + tx < a.n_in;
+            bool deep = k0 + tx < end;
             s.w[tx][i] = deep && row0 + i < p.n_out
                              ? rfk_load1<TYPE>(p.w.plane[0], (size_t)(p.row0 + row0 + i) * a.n_in + k0 + tx)
                              : 0.0f;
@@ -4717,10 +4720,13 @@ template <int TYPE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_flo
                 for (uint32_t j = 0; j < 4; j++) sum[i][j] += s.w[k][ty + 16 * i] * s.x[k][tx + 16 * j];
         __syncthreads();
     }
+    const size_t tile = ((size_t)blockIdx.y * gridDim.x + blockIdx.x) * t.n_splits + blockIdx.z;
     for (uint32_t i = 0; i < 4; i++)
-        for (uint32_t j = 0; j < 4; j++)
-            if (row0 + ty + 16 * i < p.n_out && col0 + tx + 16 * j < a.n_cols)
-                rfk_put(p, row0 + ty + 16 * i, col0 + tx + 16 * j, sum[i][j]);
+        for (uint32_t j = 0; j < 4; j++) {
+            const uint32_t row = ty + 16 * i, col = tx + 16 * j;
+            if (t.part) t.part[(tile * RFK_TILE + col) * RFK_TILE + row] = sum[i][j];
+            else if (row0 + row < p.n_out && col0 + col < a.n_cols) rfk_put(p, row0 + row, col0 + col, sum[i][j]);
+        }
 }
 
 /* ---- many columns, weights of 16-bit floats ----
@@ -8093,7 +8099,7 @@ static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
                                 : 0; /* never grows: checks end and do not begin again */
     p->tile_blocks = 3 * p->dev->info.compute_units;
     const uint64_t tile_floats = (uint64_t)p->tile_blocks * RFK_LARGE_TILE_ROWS * RFK_LARGE_TILE_COLS,
-                   tile_bytes = rows > RFK_MATVEC_COLS && (widest || terms) ? tile_floats * sizeof(float) : 0;
+                   tile_bytes = rows > RFK_MATVEC_COLS ? tile_floats * sizeof(float) : 0;
     uintptr_t at = (uintptr_t)memory;
     rfk_take_bytes(&at, &p->rows, p->n_batch * sizeof *p->rows);
     rfk_take_bytes(&at, &p->logit_rows, p->n_logits * sizeof *p->logit_rows);
@@ -8788,7 +8794,7 @@ template <int WAVE, int COLS> static rfk_matmul_kernel rfk_find_matvec(uint32_t 
 #undef RFK_QUANTIZED_CASE
 }
 
-static rfk_matmul_kernel rfk_find_matmul_float(uint32_t type) {
+static void (*rfk_find_matmul_float(uint32_t type))(rfk_tiles_args) {
     switch (type) {
     case RF_TYPE_F32: return rfk_matmul_float<RF_TYPE_F32>;
     case RF_TYPE_F16: return rfk_matmul_float<RFK_BUILT_FLOAT(RF_TYPE_F16)>;
@@ -8867,11 +8873,11 @@ static uint32_t rfk_choose_tile_splits(uint32_t tiles, uint32_t steps, uint32_t 
     return best;
 }
 
-/* Split-K: n_splits blocks of split_units groups of 32 values. */
-static void rfk_cut_depth(const rf_prepared *p, rfk_tiles_args *t, uint32_t tiles) {
-    const uint32_t units = t->m.n_in / 32, steps = rfk_ceil_div(units, RFK_DEPTH / 32),
+/* Split-K: n_splits blocks of split_units groups of 32 values, multiples of `step`. */
+static void rfk_cut_depth(const rf_prepared *p, rfk_tiles_args *t, uint32_t tiles, uint32_t step = RFK_DEPTH / 32) {
+    const uint32_t units = rfk_ceil_div(t->m.n_in, 32), steps = rfk_ceil_div(units, step),
                    splits = rfk_choose_tile_splits(tiles, steps, p->dev->info.compute_units, p->tile_blocks);
-    t->split_units = rfk_ceil_div(steps, splits) * (RFK_DEPTH / 32);
+    t->split_units = rfk_ceil_div(steps, splits) * step;
     t->n_splits = rfk_ceil_div(units, t->split_units);
     t->part = t->n_splits > 1 ? p->tile_part : NULL;
 }
@@ -8950,6 +8956,19 @@ template <bool BF16> static rf_result rfk_run_16bit(rfk_launching *l, const rfk_
     return rfk_run_join(l, t, row_tiles, col_tiles);
 }
 
+/* Tiles of floats without matrix units. */
+static rf_result rfk_run_matmul_float(rfk_launching *l, const rfk_matmul_args *products) {
+    rfk_tiles_args t;
+    t.m = *products;
+    t.rows = t.cols = RFK_TILE;
+    const uint32_t row_tiles = rfk_make_products(l, &t.m, t.rows), col_tiles = rfk_ceil_div(t.m.n_cols, t.cols);
+    rfk_cut_depth(l->p, &t, row_tiles * col_tiles, 1);
+    rf_result r = rfk_enqueue(l, rfk_find_matmul_float(l->p->plan->weights[l->op->weight].type),
+                              dim3(col_tiles, row_tiles, t.n_splits), RFK_BLOCK, t);
+    if (r != RF_OK || t.n_splits == 1) return r;
+    return rfk_run_join(l, &t, row_tiles, col_tiles);
+}
+
 static rf_result rfk_launch_wgmma(const rfk_launching *l, const rfk_wgmma_args *a, dim3 grid) {
     const rfk_config c = {grid, dim3(RFK_WGMMA_BLOCK), RFK_WGMMA_BYTES, 0, l->q->stream};
     return rfk_enqueue_config(l, rfk_find_wgmma(rfk_kernel_type(l->p->plan->weights[l->op->weight].type)), c, *a);
@@ -8998,11 +9017,7 @@ static rf_result rfk_run_matmul(rfk_launching *l) {
     if (!rfk_is_float_type(type)) tiles = false;
     if (tiles && rfk_term_values(l->p->dev, l->p->plan, op))
         return type == RF_TYPE_F16 ? rfk_run_16bit<false>(l, &a) : rfk_run_16bit<true>(l, &a);
-    if (tiles) {
-        uint32_t blocks = rfk_make_products(l, &a, RFK_TILE);
-        return rfk_enqueue(l, rfk_find_matmul_float(type), dim3(blocks, rfk_ceil_div(a.n_cols, RFK_TILE)), RFK_BLOCK,
-                           a);
-    }
+    if (tiles) return rfk_run_matmul_float(l, &a);
     uint32_t blocks = rfk_make_products(l, &a, RFK_MATVEC_WAVES), threads = RFK_MATVEC_WAVES * l->p->dev->wave;
     rfk_matmul_kernel one = RFK_BY_WAVE(l, (rfk_find_matvec<32, 1>(type)), (rfk_find_matvec<64, 1>(type)));
     rfk_matmul_kernel four = RFK_BY_WAVE(l, (rfk_find_matvec<32, 4>(type)), (rfk_find_matvec<64, 4>(type)));
