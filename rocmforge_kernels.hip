@@ -8962,7 +8962,7 @@ static rf_result rfk_run_matmul_float(rfk_launching *l, const rfk_matmul_args *p
     t.m = *products;
     t.rows = t.cols = RFK_TILE;
     const uint32_t row_tiles = rfk_make_products(l, &t.m, t.rows), col_tiles = rfk_ceil_div(t.m.n_cols, t.cols);
-    rfk_cut_depth(l->p, &t, row_tiles * col_tiles, 1);
+    rfk_cut_depth(l->p, &t, row_tiles * col_tiles, 2); /* so that a block has a depth of 256 at least */
     rf_result r = rfk_enqueue(l, rfk_find_matmul_float(l->p->plan->weights[l->op->weight].type),
                               dim3(col_tiles, row_tiles, t.n_splits), RFK_BLOCK, t);
     if (r != RF_OK || t.n_splits == 1) return r;
