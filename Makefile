@@ -70,7 +70,7 @@ check-c: $(TESTS)    ## run the C suites alone (see the Makefile for sanitizer b
 
 FUZZ_SECONDS = 60
 FUZZ_JOBS    = 2
-FUZZ_TARGETS = gguf files tokenizer template answer cli
+FUZZ_TARGETS = gguf files tokenizer template answer grammar cli
 fuzz: fuzz-inputs fuzz-models    ## both of these; FUZZ_SECONDS=60 each
 
 fuzz-inputs: $(B)/fuzz $(B)/test_fuzz    ## fuzz bytes, each target (clang); FUZZ_JOBS=2; corpora are kept in build/fuzz.d

@@ -1126,8 +1126,8 @@ typedef struct rf_dry_breaker {
 } rf_dry_breaker;
 
 /* Zero = greedy. The order is llama.cpp's: grammar, logits_fn, bias, penalties, DRY, top-k, top-p, min-p, XTC,
- * temperature. With mirostat: grammar, logits_fn, bias, temperature, mirostat, and nothing else. Pointers are borrowed as long as the sampler
- * is used. */
+ * temperature. With mirostat: grammar, logits_fn, bias, temperature, mirostat, and nothing else. Pointers are borrowed
+ * as long as the sampler is used. */
 typedef struct rf_sampler_desc {
     float temperature;       /* <= 0: greedy (the largest logit, the smallest id among equals)                   */
     uint32_t top_k;          /* 0: off                                                                           */
@@ -24271,16 +24271,23 @@ static uint32_t rfi_gr_follow(rf_grammar *g, uint32_t set, uint32_t class) {
     const uint32_t known = RFI_GR_U32(g->next)[(size_t)set * g->n_classes + class];
     if (known != RFI_GR_NONE) return known;
     const uint32_t *key = rfi_gr_key(&g->sets, set, &n), byte = g->byte_of[class], *first = RFI_GR_U32(g->first);
+    uint32_t from = 0, end = 255; /* the bytes that the same edges read */
     rfi_gr_table_clear(&g->work);
     for (uint32_t i = 1; i < n; i += 2)
         for (uint32_t e = first[key[i]]; e < first[key[i] + 1] && rfi_gr_spend(g, 1); e++) {
             const rfi_gr_edge *edge = &RFI_GR_EDGES(g)[e];
-            if (!(edge->what & RFI_GR_CALL) && byte >= (edge->what & 255) && byte <= edge->what >> 8)
-                rfi_gr_visit(g, edge->to, key[i + 1]);
+            const uint32_t lo = edge->what & 255, hi = edge->what >> 8;
+            if (edge->what & RFI_GR_CALL) continue;
+            if (byte >= lo && byte <= hi) rfi_gr_visit(g, edge->to, key[i + 1]);
+            if (byte < lo) end = lo - 1 < end ? lo - 1 : end;
+            else if (byte > hi) from = hi + 1 > from ? hi + 1 : from;
+            else from = lo > from ? lo : from, end = hi < end ? hi : end;
         }
     const uint32_t to = rfi_gr_close(g);
     if (rfi_gr_failed(g)) return 0;
-    return RFI_GR_U32(g->next)[(size_t)set * g->n_classes + class] = to;
+    for (class = g->class_of[from]; class <= g->class_of[end]; class++)
+        RFI_GR_U32(g->next)[(size_t)set * g->n_classes + class] = to;
+    return to;
 }
 
 /* ---- masks ---- */
@@ -24954,7 +24961,7 @@ static void rfi_gr_finish(rf_grammar *g, uint32_t root) {
 
 /* JSON's own rules, and those of formats. White space ends: a model that may write it forever sometimes does. */
 static const char rfi_gr_json[] =
-    "ws ::= ( \" \" | \"\\n\" [ \\t]{0,64} )?\n"
+    "ws ::= ( \" \" | \"\\n\" [ \\t]{0,24} )?\n"
     "value ::= object | array | string | number | boolean | null\n"
     "object ::= \"{\" ws ( string \":\" ws value ( \",\" ws string \":\" ws value )* ws )? \"}\"\n"
     "array ::= \"[\" ws ( value ( \",\" ws value )* ws )? \"]\"\n"

@@ -48,7 +48,7 @@ typedef struct texts {
 /* The options of all commands; the table at the end says which command takes which. Switches are 0 or 1. */
 typedef struct options {
     const char *gguf, *prompt, *prompt_file, *system, *device, *isa, *pre, *type, *tokens, *out, *depths, *parallel;
-    const char *jinja, *tools, *effort, *extra, *input, *now, *rank;
+    const char *jinja, *tools, *effort, *extra, *input, *now, *rank, *grammar, *schema;
     texts logit_bias, dry_breakers, stop;
     uint64_t budget, expert_budget, pinned, expert_policy, expert_prefetch, expert_cpu_below, peak;
     uint64_t max_tokens, top_k, seed, threads, ctx, batch, kv, bos, special, n_greedy, n_prompt, n_decode, n_repeat;
@@ -86,6 +86,7 @@ typedef struct app {
     rf_session *s;
     rf_tokenizer *own;      /* of `tokenize`, which opens no model */
     const rf_tokenizer *t;
+    rf_grammar *grammar;    /* of --grammar, --json-schema; or NULL */
     rf_chat_template *own_template;        /* of --jinja                       */
     const rf_chat_template *chat_template; /* that, or the model's; NULL: none */
     rf_model_info info;
@@ -396,6 +397,7 @@ static void close_all(app *a) {
     running = NULL;
     close_comparison(a->comparison);
     rf_session_close(a->s, NULL);
+    rf_grammar_close(a->grammar, NULL);
     rf_model_close(a->m, NULL);
     rf_device_close(a->d, NULL);
     rf_tokenizer_close(a->own, NULL);
@@ -711,6 +713,7 @@ static void note_dropped(app *a, uint32_t n) {
 static int generate(app *a, rf_generate_desc *desc, answer *out) {
     rf_result r;
     desc->sampler = &a->sampler;
+    desc->grammar = a->grammar;
     desc->stop = a->o.stop.item;
     desc->n_stop = a->o.stop.n;
     desc->on_piece = on_piece;
@@ -855,11 +858,26 @@ static int open_template(app *a, const char *path) {
     return r ? fail(a, FAILED, "%s: %s", path, err->text) : code;
 }
 
+/* Compile the grammar in a file, or a JSON schema, which may stand in the command line. */
+static int open_grammar(app *a) {
+    const char *schema = a->o.schema, *what = schema ? schema : a->o.grammar;
+    const int is_text = schema && schema[strspn(schema, " \t\r\n")] == '{';
+    bytes text = {0};
+    if (!what) return DONE;
+    if (schema && a->o.grammar) return fail(a, USAGE, "want either --grammar or --json-schema, not both");
+    int code = is_text ? append(a, &text, schema, strlen(schema)) : read_file(a, what, &text);
+    rf_result r = code ? RF_OK : rf_grammar_open(a->t, schema ? RF_GRAMMAR_JSON_SCHEMA : RF_GRAMMAR_GBNF,
+                                                 (rf_string){text.data, text.len}, NULL, &a->grammar, &a->err);
+    free(text.data);
+    return r ? fail(a, FAILED, "%s: %s", is_text ? "--json-schema" : what, a->err.text) : code;
+}
+
 /* Open model, tokenizer, and the chat template of --jinja or else the model's; there may be none. */
 static int open_writer(app *a) {
     int code;
     if ((code = open_model(a, a->o.device))) return code;
     if ((code = lib(a, rf_model_get_tokenizer(a->m, &a->t, &a->err)))) return code;
+    if ((code = open_grammar(a))) return code;
     if (a->o.tools && (code = read_file(a, a->o.tools, &a->tools))) return code;
     if (a->o.raw) return DONE;
     if (a->o.jinja) return open_template(a, a->o.jinja);
@@ -2709,6 +2727,8 @@ static const flag flags[] = {
     {"--effort", TEXT, AT(effort), WRITE, 0, 0, 0, "S", "how much to think, as the template knows it: low, high, ..."},
     {"--jinja, --chat-template-file", TEXT, AT(jinja), WRITE | TEMPLATE, 0, 0, 0, "F", "chat template (the model's)"},
     {"--template-args, --chat-template-kwargs", TEXT, AT(extra), WRITE, 0, 0, 0, "JSON", "an object of its variables"},
+    {"--grammar", TEXT, AT(grammar), WRITE, 0, 0, 0, "F", "what the answer may be: a file of GBNF"},
+    {"--json-schema", TEXT, AT(schema), WRITE, 0, 0, 0, "F|JSON", "the answer is JSON of this schema; {} is any"},
     {"--stop", LIST, AT(stop), WRITE, 0, 0, 0, "S", "a text that ends the answer; may be given many times"},
     {"-n, --max-tokens, --n-predict", LIMIT, AT(max_tokens), WRITE, 0, 0, INT32_MAX, "N",
      "tokens of an answer at most; 0 or -1: no limit (256 for --raw, else none)"},

@@ -184,6 +184,13 @@ for words in "--dry-multiplier 0.8" "--dry-multiplier 2 --dry-base 1.5 --dry-all
     expect 0 "$words again" generate $model "$(cat "$t/prompt")" "$@" $words
     verdict "$words: the same text again" cmp "$t/out" "$t/first"
 done
+printf '%s\n' '# a name' 'root ::= [A-Z] [a-z]{2,8} "."' >"$t/name.gbnf"
+expect 0 "grammar" generate $model "$(cat "$t/prompt")" --temp 0 --grammar "$t/name.gbnf"
+verdict "grammar: the text" grep -qxE '[A-Z][a-z]{2,8}\.' "$t/out"
+expect 0 "JSON schema" generate $model "$(cat "$t/prompt")" --temp 0 --json-schema '{"enum": ["yes", "no"]}'
+verdict "JSON schema: the text" grep -qxE '"(yes|no)"' "$t/out"
+expect 1 "a grammar with an error" generate $model a --json-schema '{"type": "strin"}' && says "a grammar with an error" "#/type"
+expect 2 "two grammars" generate $model a --grammar "$t/name.gbnf" --json-schema '{}' && says "two grammars" "not both"
 expect 0 "logit bias" generate $model "$(cat "$t/prompt")" -n 1 --temp 0 --logit-bias 267-inf --logit-bias 261+1000
 verdict "logit bias: the token that has it" [ "$(cat "$t/out")" = "$(echo '[261]' | "$cli" tokenize $model --decode)" ]
 expect 0 "context full" generate --gguf $model --prompt-file "$t/prompt" --ctx 20 --max-tokens 30

@@ -542,6 +542,48 @@ static void small_bpe(mg_gguf *w) {
     mg_kv_u32(w, "tokenizer.ggml.eos_token_id", 2);
 }
 
+/* A grammar and a text, divided by a zero byte; the first byte: what it is. What the matcher reads byte by byte the mask allows. */
+static void fuzz_grammar(const unsigned char *data, size_t n) {
+    static rf_gguf *file;
+    static rf_tokenizer *tokenizer;
+    const rf_grammar_desc desc = {.max_memory = 1 << 20, .max_steps = 100000};
+    rf_grammar *g = NULL;
+    rf_grammar_matcher *m = NULL;
+    rf_error err;
+    if (!file) {
+        mg_gguf w;
+        mg_buf b;
+        mg_begin(&w, 3);
+        small_spm(&w);
+        mg_finish(&w, &b);
+        MUST(rf_gguf_open_memory(b.data, b.n, NULL, &file, &err) == RF_OK && rf_tokenizer_open(file, NULL, &tokenizer, &err) == RF_OK);
+    }
+    if (n == 0) return;
+    const unsigned char *end = memchr(data + 1, 0, n - 1);
+    const size_t n_source = (size_t)((end ? end : data + n) - data) - 1;
+    const rf_string source = {(const char *)data + 1, n_source};
+    const rf_grammar_kind kind = data[0] & 1 ? RF_GRAMMAR_JSON_SCHEMA : RF_GRAMMAR_GBNF;
+    if (rf_grammar_open(tokenizer, kind, source, &desc, &g, &err) != RF_OK) {
+        MUST(!g && err.text[0] && err.code != RF_ERR_ARGUMENT, "%s", err.text);
+        return;
+    }
+    MUST(rf_grammar_matcher_open(g, 1, &m, &err) == RF_OK);
+    for (const unsigned char *p = end; p && p < data + n; p++) {
+        const uint64_t *mask = NULL;
+        if (p > end && rf_grammar_matcher_accept_text(m, (rf_string){(const char *)p, 1}, &err) != RF_OK) break;
+        if (rf_grammar_matcher_get_mask(m, &mask, &err) != RF_OK) break;
+        const uint64_t allowed = mask[0];
+        MUST((allowed >> 2 & 1) == (uint64_t)rf_grammar_matcher_is_complete(m) && allowed < 1ull << N_VOCAB);
+        for (int32_t id = 0; id < N_VOCAB; id++) {
+            const rf_result r = rf_grammar_matcher_accept(m, id, &err);
+            MUST((allowed >> id & 1) == (r == RF_OK) || r == RF_ERR_UNSUPPORTED || r == RF_ERR_MEMORY, "%d: %s", id, err.text);
+            if (r == RF_OK) MUST(rf_grammar_matcher_rollback(m, 1, &err) == RF_OK);
+        }
+    }
+    rf_grammar_matcher_close(m, NULL);
+    MUST(rf_grammar_close(g, &err) == RF_OK);
+}
+
 /* Every key that some family reads, in the families that read it: others refuse it. */
 static void family_keys(mg_gguf *w) {
     static const struct {
@@ -726,6 +768,17 @@ static const seed cli_seeds[] = {
     SEED("\3" "bench\x1e-p\x1e" "5\x1e-r=2\x1e--kv\x1e" "f32\x1em"),
 };
 
+static const seed grammar_seeds[] = {
+    SEED("\0root ::= \"he\" (\"l\" | [a-b]{1,2})+ x? # c\nx ::= \"(\" x \")\" | [^a\\x41-\\u00e9]\0hellabx"),
+    SEED("\0root ::= .* \"\\n\"\0the\xc3\xa9"),
+    SEED("\1{\"type\":\"object\",\"properties\":{\"a\":{\"type\":[\"integer\",\"null\"],\"minimum\":-3,\"maximum\":170},\"b\":{\"enum\":[\"t\",1.5]}},"
+         "\"required\":[\"a\"],\"additionalProperties\":{\"pattern\":\"^[a-c]+\\\\d{2}$\"}}\0{\"a\": 12, \"b\": \"t\", \"c\": \"ab12\"}"),
+    SEED("\1{\"$defs\":{\"n\":{\"type\":\"array\",\"items\":{\"anyOf\":[{\"$ref\":\"#/$defs/n\"},{\"const\":null}]},\"maxItems\":3}},\"$ref\":\"#/$defs/n\"}\0[[null], null]"),
+    SEED("\1{\"allOf\":[{\"type\":\"string\",\"minLength\":1},{\"maxLength\":9}]}\0\"a\\u00e9\""),
+    SEED("\1{\"oneOf\":[{\"type\":\"string\",\"format\":\"date\"},{\"type\":\"array\",\"prefixItems\":[true],\"items\":false}]}\0\"2024-02-29\""),
+    SEED("\1{}\0{\"a\":[1,2.5e3,{\"b\":true}]}"),
+};
+
 typedef struct target {
     const char *name;
     void (*run)(const unsigned char *data, size_t n);
@@ -740,13 +793,14 @@ static const target targets[] = {
     {"tokenizer", fuzz_tokenizer, tokenizer_seeds, NULL, (int)RFI_COUNT(tokenizer_seeds)},
     {"template", fuzz_template, template_seeds, NULL, (int)RFI_COUNT(template_seeds)},
     {"answer", fuzz_answer, answer_seeds, NULL, (int)RFI_COUNT(answer_seeds)},
+    {"grammar", fuzz_grammar, grammar_seeds, NULL, (int)RFI_COUNT(grammar_seeds)},
     {"cli", fuzz_cli, cli_seeds, NULL, (int)RFI_COUNT(cli_seeds)},
 };
 
 static const target *find_target(const char *name) {
     for (size_t i = 0; i < RFI_COUNT(targets); i++)
         if (strcmp(targets[i].name, name) == 0) return &targets[i];
-    fprintf(stderr, "no target %s; there are gguf, files, tokenizer, template, answer, cli\n", name);
+    fprintf(stderr, "no target %s; there are gguf, files, tokenizer, template, answer, grammar, cli\n", name);
     exit(2);
 }
 
