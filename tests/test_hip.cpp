@@ -2089,12 +2089,14 @@ static void bfloats_cases(uint32_t device) {
         const uint32_t block = block_elements(types[t]), n = depths[t % 3] < block ? block : depths[t % 3];
         MatmulCase c = {types[t], n, outs[t / 3 % 3], rows[t / 2 % 3], (uint32_t)t % 7, device};
         matmul_case(c);
-        /* experts of more than two tiles of pairs, of one and a part, of a part, of none */
-        ExpertsCase some = {types[t], n, outs[t / 3 % 3], rows[t / 2 % 3], 2, 4, device, t % 2 == 0, t % 3 == 0,
-                            t % 4 == 0, t % 5 == 0, t % 2 == 0};
+        if (t % 3 != 2) continue; /* experts of a tile of pairs and a part, of a part, of none */
+        ExpertsCase some = {types[t], block < 64 ? 64 : block, 20, 70, 2, 4, device, t % 2 == 0, t % 4 == 0, t % 4 == 3,
+                            t % 5 == 0, t % 2 == 0};
         experts_case(some);
     }
-    MatmulCase halves = {RF_TYPE_F16, 1280, 130, 140, 2, device}, bfloats = {RF_TYPE_BF16, 1280, 130, 140, 3, device};
+    ExpertsCase many = {RF_TYPE_Q4_K, 512, 130, 140, 2, 4, device, true, true, true, false, true}; /* three tiles */
+    experts_case(many);
+    MatmulCase halves = {RF_TYPE_F16, 1280, 70, 140, 2, device}, bfloats = {RF_TYPE_BF16, 640, 70, 140, 3, device};
     matmul_case(halves), matmul_case(bfloats);
     MatmulCase odd = {RF_TYPE_Q8_0, 96, 20, 70, 0, device}; /* half a step: int8 */
     matmul_case(odd);
