@@ -114,7 +114,8 @@
  *            RF_ERR_ARGUMENT, or zeros. Their memory goes with the child.
  *   Bits     the same input gives the same logits, bit for bit, for any number of threads, load order and budget, on
  *            one device model and CPU instruction set. On the CPU also whatever else is in a batch and however a prompt
- *            is cut; a GPU chooses kernels by the number of rows in a step, and these round in other places.
+ *            is cut. On a GPU a token has the same bits alone and in micro-batches of up to 16 rows, whoever's the
+ *            others are; larger ones take other kernels, which round in other places.
  *
  * Security
  *   Untrusted   every byte of a GGUF file, also while others change it; saved sequences; texts, token ids and chat
@@ -28582,6 +28583,7 @@ RFI_ONCE_CODE_END
  *            tools, thinking, extra variables, a prefill; rf_chat_message more fields (name them: {.role = ...}).
  *            rf_chat_format(g, &chat, ...) -> (&chat, ...); template_name, rf_chat_template_name and rf_chat_final go.
  *          rf_session_open_file: file, device, model and session in one call; rf_session_get_model.
+ *          On a GPU a token's bits do not depend on the other rows of a micro-batch of up to 16.
  *          Grammars: rf_grammar_open (GBNF, JSON Schema), matchers, rf_sampler_desc.grammar, rf_generate_desc.grammar.
  *          rf_generate: from prompt or messages to text, in one call. rf_answer_open: thoughts, answer, tool calls.
  *          Schedulers share prefixes between requests: rf_request.no_reuse, n_reused; rf_scheduler_cancel. A server:

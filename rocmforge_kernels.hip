@@ -218,10 +218,41 @@ template <int WAVE, class T> RFK_DEVICE T rfk_shuffle(T v, uint32_t lane) {
 #endif
 }
 
-/* Sum over the wave, in every lane, added in the same order in every lane. */
+/* a * b and a * b + c, rounded once each: where kernels must agree on bits, no compiler chooses what it contracts. */
+RFK_DEVICE float rfk_mul(float a, float b) {
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
+    return __fmul_rn(a, b);
+#else
+#if defined(__clang__)
+#pragma clang fp contract(off)
+#endif
+    return a * b;
+#endif
+}
+RFK_DEVICE float rfk_fma(float a, float b, float c) {
+#if defined(ROCMFORGE_HIP_EMU)
+    return a * b + c; /* the emulator's kernels all round twice */
+#else
+    return fmaf(a, b, c);
+#endif
+}
+
+/* Sum over the wave, in every lane, added in the same order in every lane: adjacent lanes first. */
 template <int WAVE> RFK_DEVICE float rfk_wave_sum(float v) {
-    for (int mask = WAVE / 2; mask > 0; mask /= 2) v += rfk_shuffle_xor<WAVE>(v, mask);
+    for (int mask = 1; mask < WAVE; mask *= 2) v += rfk_shuffle_xor<WAVE>(v, mask);
     return v;
+}
+
+/* What the lanes of a wave wrote to shared memory can be read by its other lanes. All lanes must take part. */
+template <int WAVE> RFK_DEVICE void rfk_sync_lanes() {
+#if defined(ROCMFORGE_HIP_EMU)
+    (void)rfk_shuffle_xor<WAVE>(0, 1);
+#elif defined(RFK_NVIDIA)
+    __syncwarp();
+#else
+    __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
+    __builtin_amdgcn_wave_barrier();
+#endif
 }
 
 /* Maximum over the wave, in every lane. */
@@ -2299,9 +2330,9 @@ RFK_DEVICE rfk_product rfk_pick(const rfk_matmul_args &a, uint32_t *block) {
 }
 
 RFK_DEVICE float rfk_epilogue(const rfk_product &p, uint32_t row, float v, float before) {
-    if (p.factor) v *= rfk_load_any(p.factor, p.factor_type, 0);
+    if (p.factor) v = rfk_mul(v, rfk_load_any(p.factor, p.factor_type, 0));
     if (p.bias) v += rfk_load_any(p.bias, p.bias_type, row);
-    v *= p.scale;
+    v = rfk_mul(v, p.scale);
     if (p.softcap != 0) v = p.softcap * tanhf(v / p.softcap);
     return p.accumulate ? before + v : v;
 }
@@ -2746,7 +2777,7 @@ struct rfk_fused_shared {
 
 /* Sum of squares of a group of 32, four values a lane in eight adjacent lanes. All lanes of the wave must take part. */
 template <int WAVE> RFK_DEVICE float rfk_group_squares(const float (&x)[4]) {
-    float sum = (x[0] * x[0] + x[1] * x[1]) + (x[2] * x[2] + x[3] * x[3]);
+    float sum = rfk_fma(x[0], x[0], rfk_mul(x[1], x[1])) + rfk_fma(x[2], x[2], rfk_mul(x[3], x[3]));
     for (int mask = 1; mask < 8; mask *= 2) sum += rfk_shuffle_xor<WAVE>(sum, mask);
     return sum;
 }
@@ -2860,8 +2891,18 @@ RFK_DEVICE float rfk_low_half(uint32_t v) { return rfk_from_half((uint16_t)(v & 
 RFK_DEVICE float rfk_high_half(uint32_t v) { return rfk_from_half((uint16_t)(v >> 16)); }
 
 /* How a lane reads a type. VALUES: of a fragment; loaded: its registers; begin: address of the lane's first fragment of
- * a row; fetch: load it; next: advance to the lane's next; dot: add the fragment's products to total. */
+ * a row; fetch: load it; next: advance to the lane's next; unpack: its weights, a piece of 16 after the other, and its
+ * scales; join: add its products to total, from its DOTS dot products with x, of one or two pieces each. sums: of x for
+ * minimums, d * sum of a group, in RFK_OTHER the sum of a piece. */
 template <int TYPE> struct rfk_fragments;
+#define RFK_SCALES 6 /* of a fragment, at most */
+struct rfk_fragment_weights {
+    int q[16];
+    float s[RFK_SCALES];
+};
+struct rfk_fragment_scales {
+    float d[4], sums[2]; /* of x, for each dot product */
+};
 
 /* Bytes of a block in planes 0 to 2. */
 template <int TYPE> struct rfk_plane_bytes {
@@ -2872,7 +2913,7 @@ template <int TYPE> struct rfk_plane_bytes {
 
 /* Types with blocks of 32: a fragment is two blocks. */
 template <int TYPE> struct rfk_fragments32 {
-    static const int VALUES = 64, ORDER = RFK_ORDER_LINEAR;
+    static const int VALUES = 64, DOTS = 2, ORDER = RFK_ORDER_LINEAR;
     typedef rfk_fragment loaded;
     typedef rfk_plane_bytes<TYPE> B;
     template <int WAVE> RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_fragment_at &at) {
@@ -2889,12 +2930,11 @@ template <int TYPE> struct rfk_fragments32 {
         if (B::P2 == 4) rfk_load8bytes(p2, o.s + 2);
     }
     template <int WAVE> RFK_DEVICE void next(rfk_fragment_at &at) { at.o[0] += 2 * WAVE; }
-    RFK_DEVICE float dot(const rfk_fragment &w, const rfk_fragment_x &x, uint32_t lane, float total) {
-        const float start[2] = {x.scale.z, x.scale.w}, xd[2] = {x.scale.x, x.scale.y};
+    RFK_DEVICE void unpack(const rfk_fragment &w, uint32_t lane, rfk_fragment_weights &o) {
         (void)lane;
         RFK_UNROLL(2)
         for (int h = 0; h < 2; h++) {
-            int low[4], high[4];
+            int *low = o.q + 8 * h, *high = low + 4;
             rfk_words(w.q[h], low);
             RFK_UNROLL(4)
             for (int i = 0; i < 4; i++) high[i] = rfk_high4(low[i]), low[i] = rfk_low4(low[i]);
@@ -2904,15 +2944,19 @@ template <int TYPE> struct rfk_fragments32 {
                     low[i] |= rfk_spread_bit4(w.s[h] >> (4 * i));
                     high[i] |= rfk_spread_bit4(w.s[h] >> (16 + 4 * i));
                 }
-            const bool mins = TYPE == RF_TYPE_Q4_1 || TYPE == RF_TYPE_Q5_1;
-            int sum = mins ? RFK_DOT_START : (int)rfk_as_bits(start[h]);
-            sum = rfk_dot16(high, x.piece[2 * h + 1], rfk_dot16(low, x.piece[2 * h], sum));
             uint32_t scale = TYPE == RF_TYPE_Q4_1   ? w.s[h]
                              : TYPE == RF_TYPE_Q5_1 ? w.s[2 + h]
                              : TYPE == RF_TYPE_Q5_0 ? w.s[2] >> (16 * h)
                                                     : w.s[0] >> (16 * h);
-            total += rfk_low_half(scale) * xd[h] * rfk_dot_to_float(sum);
-            if (mins) total += rfk_high_half(scale) * start[h];
+            o.s[h] = rfk_low_half(scale);
+            o.s[2 + h] = rfk_high_half(scale); /* of types with minimums */
+        }
+    }
+    RFK_DEVICE float join(const float *s, const float *dots, const rfk_fragment_scales &x, float total) {
+        RFK_UNROLL(2)
+        for (int h = 0; h < 2; h++) {
+            total = rfk_fma(rfk_mul(s[h], x.d[h]), dots[h], total);
+            if (TYPE == RF_TYPE_Q4_1 || TYPE == RF_TYPE_Q5_1) total = rfk_fma(s[2 + h], x.sums[h], total);
         }
         return total;
     }
@@ -2920,7 +2964,7 @@ template <int TYPE> struct rfk_fragments32 {
 
 /* Q4_K and Q5_K: a fragment is two groups of a block, the low and high nibbles of 32 bytes. */
 template <int TYPE> struct rfk_fragments_k {
-    static const int VALUES = 64, ORDER = RFK_ORDER_LINEAR;
+    static const int VALUES = 64, DOTS = 2, ORDER = RFK_ORDER_LINEAR;
     typedef rfk_fragment loaded;
     static const int BYTES = TYPE == RF_TYPE_Q4_K ? 144 : 176, QUANTS = TYPE == RF_TYPE_Q4_K ? 16 : 48;
     template <int WAVE> RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_fragment_at &at) {
@@ -2938,12 +2982,11 @@ template <int TYPE> struct rfk_fragments_k {
         at.o[0] += WAVE / 4 * BYTES;
         at.o[1] += WAVE / 4 * BYTES;
     }
-    RFK_DEVICE float dot(const rfk_fragment &w, const rfk_fragment_x &x, uint32_t lane, float total) {
+    RFK_DEVICE void unpack(const rfk_fragment &w, uint32_t lane, rfk_fragment_weights &o) {
         const uint32_t c = lane % 4; /* which of the block's four fragments */
-        int a = RFK_DOT_START, b = RFK_DOT_START;
         RFK_UNROLL(2)
         for (int i = 0; i < 2; i++) {
-            int low[4], high[4], bits[4] = {0, 0, 0, 0};
+            int *low = o.q + 4 * i, *high = low + 8, bits[4] = {0, 0, 0, 0};
             rfk_words(w.q[i], low);
             if (TYPE == RF_TYPE_Q5_K) rfk_words(w.q[2 + i], bits);
             RFK_UNROLL(4)
@@ -2954,26 +2997,27 @@ template <int TYPE> struct rfk_fragments_k {
                 low[k] |= (bits[k] & 0x01010101) << 4;
                 high[k] |= (bits[k] & 0x02020202) << 3;
             }
-            a = rfk_dot16(low, x.piece[i], a);
-            b = rfk_dot16(high, x.piece[2 + i], b);
         }
         /* 6-bit scales and minimums of the two groups; those of the last four groups keep two bits elsewhere */
         const uint32_t shift = 16 * (c & 1), y = (uint32_t)w.head.y >> shift, z = (uint32_t)w.head.z >> shift,
                        e = (uint32_t)w.head.w >> shift, keep = c < 2 ? 0x3f3fu : 0x0f0fu, more = c < 2 ? 0 : 0x3030u;
         const uint32_t scale = ((c < 2 ? y : e) & keep) | ((y >> 2) & more),
                        min = ((c < 2 ? z : e >> 4) & keep) | ((z >> 2) & more);
-        float products = (float)(scale & 255) * x.scale.x * rfk_dot_to_float(a) +
-                         (float)((scale >> 8) & 255) * x.scale.y * rfk_dot_to_float(b),
-              minimums = (float)(min & 255) * x.scale.z + (float)((min >> 8) & 255) * x.scale.w;
-        total += rfk_low_half((uint32_t)w.head.x) * products;
-        return total - rfk_high_half((uint32_t)w.head.x) * minimums;
+        o.s[0] = (float)(scale & 255), o.s[1] = (float)((scale >> 8) & 255);
+        o.s[2] = (float)(min & 255), o.s[3] = (float)((min >> 8) & 255);
+        o.s[4] = rfk_low_half((uint32_t)w.head.x), o.s[5] = rfk_high_half((uint32_t)w.head.x);
+    }
+    RFK_DEVICE float join(const float *s, const float *dots, const rfk_fragment_scales &x, float total) {
+        const float products = rfk_fma(rfk_mul(s[1], x.d[1]), dots[1], rfk_mul(rfk_mul(s[0], x.d[0]), dots[0])),
+                    minimums = rfk_fma(s[3], x.sums[1], rfk_mul(s[2], x.sums[0]));
+        return rfk_fma(-s[5], minimums, rfk_fma(s[4], products, total));
     }
 };
 
 /* Q8_0: lanes take 16 values in turn, so that a wave's load is contiguous: contiguous fragments would fetch every
  * 32-byte sector twice. A fragment is four halves of groups. */
 template <> struct rfk_fragments<RF_TYPE_Q8_0> {
-    static const int VALUES = 64, ORDER = RFK_ORDER_STRIDED;
+    static const int VALUES = 64, DOTS = 4, ORDER = RFK_ORDER_STRIDED;
     typedef rfk_fragment loaded;
     template <int WAVE> RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_fragment_at &at) {
         at.o[0] = row * (n_in / 16) + lane; /* the first half of a group */
@@ -2993,15 +3037,14 @@ template <> struct rfk_fragments<RF_TYPE_Q8_0> {
         at.o[1] -= WAVE;
         at.o[2] = rfk_active_lanes(at.o[1], WAVE);
     }
-    RFK_DEVICE float dot(const rfk_fragment &w, const rfk_fragment_x &x, uint32_t lane, float total) {
-        const float xd[4] = {x.scale.x, x.scale.y, x.scale.z, x.scale.w};
+    RFK_DEVICE void unpack(const rfk_fragment &w, uint32_t lane, rfk_fragment_weights &o) {
         (void)lane;
         RFK_UNROLL(4)
-        for (int k = 0; k < 4; k++) {
-            int q[4];
-            rfk_words(w.q[k], q);
-            total += rfk_low_half(w.s[k]) * xd[k] * rfk_dot_to_float(rfk_dot16(q, x.piece[k], RFK_DOT_START));
-        }
+        for (int k = 0; k < 4; k++) rfk_words(w.q[k], o.q + 4 * k), o.s[k] = rfk_low_half(w.s[k]);
+    }
+    RFK_DEVICE float join(const float *s, const float *dots, const rfk_fragment_scales &x, float total) {
+        RFK_UNROLL(4)
+        for (int k = 0; k < 4; k++) total = rfk_fma(rfk_mul(s[k], x.d[k]), dots[k], total);
         return total;
     }
 };
@@ -3014,7 +3057,7 @@ template <> struct rfk_fragments<RF_TYPE_Q5_K> : rfk_fragments_k<RF_TYPE_Q5_K> {
 
 /* Q6_K: a fragment is every other 16 values of half a block: they share 16 bytes of high bits. */
 template <> struct rfk_fragments<RF_TYPE_Q6_K> {
-    static const int VALUES = 64, ORDER = RFK_ORDER_Q6;
+    static const int VALUES = 64, DOTS = 4, ORDER = RFK_ORDER_Q6;
     typedef rfk_fragment loaded;
     template <int WAVE> RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_fragment_at &at) {
         uint32_t half = row * (n_in / 128) + lane / 2, odd = lane % 2; /* halves of 128 weights */
@@ -3035,37 +3078,39 @@ template <> struct rfk_fragments<RF_TYPE_Q6_K> {
         at.o[1] += WAVE / 2 * 32;
         at.o[2] += WAVE / 2;
     }
-    RFK_DEVICE float dot(const rfk_fragment &w, const rfk_fragment_x &x, uint32_t lane, float total) {
-        int low[2][4], high[4], piece[4];
+    RFK_DEVICE void unpack(const rfk_fragment &w, uint32_t lane, rfk_fragment_weights &o) {
+        int low[2][4], high[4];
         rfk_words(w.q[0], low[0]);
         rfk_words(w.q[1], low[1]);
         rfk_words(w.q[2], high);
-        const float xd[4] = {x.scale.x, x.scale.y, x.scale.z, x.scale.w},
-                    start[4] = {x.start.x, x.start.y, x.start.z, x.start.w};
         const uint32_t shift = 8 * (lane % 2);
-        float sum = 0;
         RFK_UNROLL(4)
         for (int i = 0; i < 4; i++) { /* scale of piece i: byte 2 * i + odd */
             RFK_UNROLL(4)
             for (int k = 0; k < 4; k++) {
                 int q = i < 2 ? low[i][k] : low[i - 2][k] >> 4,
                     h = i < 2 ? (int)((uint32_t)high[k] << (4 - 2 * i)) : (int)((uint32_t)high[k] >> (2 * i - 4));
-                piece[k] = (q & 0x0f0f0f0f) | (h & 0x30303030);
+                o.q[4 * i + k] = (q & 0x0f0f0f0f) | (h & 0x30303030);
             }
-            int8_t scale = (int8_t)(w.s[i / 2] >> (shift + 16 * (i % 2)));
-            sum += (float)scale * xd[i] * rfk_dot_to_float(rfk_dot16(piece, x.piece[i], (int)rfk_as_bits(start[i])));
+            o.s[i] = (float)(int8_t)(w.s[i / 2] >> (shift + 16 * (i % 2)));
         }
-        return total + rfk_low_half(w.s[2]) * sum;
+        o.s[4] = rfk_low_half(w.s[2]);
+    }
+    RFK_DEVICE float join(const float *s, const float *dots, const rfk_fragment_scales &x, float total) {
+        float sum = 0;
+        RFK_UNROLL(4)
+        for (int i = 0; i < 4; i++) sum = rfk_fma(rfk_mul(s[i], x.d[i]), dots[i], sum);
+        return rfk_fma(s[4], sum, total);
     }
 };
 
-/* The other types: a unit at a time, half a fragment of the column. Offsets are 0; Q2_K computes the sums for its
- * minimums. */
+/* The other types: a unit at a time, half a fragment of the column. Offsets are 0; Q2_K has minimums, 0 in the others.
+ */
 template <> struct rfk_format<RFK_OTHER> {
     static const int OFFSET = 0, HAS_MIN = 0;
 };
 template <> struct rfk_fragments<RFK_OTHER> {
-    static const int VALUES = 32, ORDER = RFK_ORDER_LINEAR;
+    static const int VALUES = 32, DOTS = 2, ORDER = RFK_ORDER_LINEAR;
     typedef rfk_raw loaded;
     template <int WAVE> RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_fragment_at &at) {
         at.o[0] = row * (n_in / 32) + lane;
@@ -3081,24 +3126,61 @@ template <> struct rfk_fragments<RFK_OTHER> {
         }
     }
     template <int WAVE> RFK_DEVICE void next(rfk_fragment_at &at) { at.o[0] += WAVE; }
-    RFK_DEVICE float dot(const loaded &r, const rfk_fragment_x &x, uint32_t lane, float total) {
+    RFK_DEVICE void unpack(const loaded &r, uint32_t lane, rfk_fragment_weights &to) {
         const uint32_t u = lane;
         rfk_unit o;
+        o.m[0] = o.m[1] = 0;
         switch (r.type) {
             RFK_OTHER32_TYPES(RFK_UNPACK_CASE)
             RFK_OTHER16_TYPES(RFK_UNPACK_CASE)
             RFK_UNPACK_CASE(RF_TYPE_Q2_K)
-        default: return total;
+        default: break;
         }
-        float part = o.d[0] * rfk_dot_to_float(rfk_dot16(o.q, x.piece[0], RFK_DOT_START)) +
-                     o.d[1] * rfk_dot_to_float(rfk_dot16(o.q + 4, x.piece[1], RFK_DOT_START));
-        if (r.type == RF_TYPE_Q2_K) {
-            const int ones[4] = {0x01010101, 0x01010101, 0x01010101, 0x01010101};
-            part -= o.m[0] * (float)rfk_dot16(ones, x.piece[0], 0) + o.m[1] * (float)rfk_dot16(ones, x.piece[1], 0);
-        }
-        return total + x.scale.x * part;
+        RFK_UNROLL(8)
+        for (int i = 0; i < 8; i++) to.q[i] = o.q[i];
+        to.s[0] = o.d[0], to.s[1] = o.d[1], to.s[2] = o.m[0], to.s[3] = o.m[1];
+    }
+    RFK_DEVICE float join(const float *s, const float *dots, const rfk_fragment_scales &x, float total) {
+        const float minimums = rfk_fma(s[3], x.sums[1], rfk_mul(s[2], x.sums[0]));
+        return rfk_fma(x.d[0], rfk_fma(s[1], dots[1], rfk_mul(s[0], dots[0])) - minimums, total);
     }
 };
+
+/* Whether minimums are there: rfk_raw keeps the type. */
+RFK_DEVICE bool rfk_is_q2(const rfk_raw &r) { return r.type == RF_TYPE_Q2_K; }
+RFK_DEVICE bool rfk_is_q2(const rfk_fragment &) { return false; }
+
+/* Add the products of a fragment and the column's part of it to total. */
+template <int TYPE>
+RFK_DEVICE float rfk_dot_fragment(const typename rfk_fragments<TYPE>::loaded &raw, const rfk_fragment_x &x,
+                                  uint32_t lane, float total) {
+    typedef rfk_fragments<TYPE> F;
+    const bool offset = rfk_format<TYPE>::OFFSET != 0, has_min = rfk_format<TYPE>::HAS_MIN != 0;
+    rfk_fragment_weights w;
+    rfk_fragment_scales scales = {{x.scale.x, x.scale.y, x.scale.z, x.scale.w}, {x.scale.z, x.scale.w}};
+    float dots[4];
+    F::unpack(raw, lane, w);
+    if (TYPE == RFK_OTHER || F::DOTS == 4) {
+        const float start[4] = {x.start.x, x.start.y, x.start.z, x.start.w};
+        RFK_UNROLL(4)
+        for (int i = 0; i < F::DOTS; i++)
+            dots[i] = rfk_dot_to_float(
+                rfk_dot16(w.q + 4 * i, x.piece[i], offset ? (int)rfk_as_bits(start[i]) : RFK_DOT_START));
+    } else {
+        RFK_UNROLL(2)
+        for (int h = 0; h < 2; h++) {
+            const int start = has_min || !offset ? RFK_DOT_START : (int)rfk_as_bits(scales.sums[h]);
+            dots[h] = rfk_dot_to_float(rfk_dot16(w.q + 8 * h + 4, x.piece[2 * h + 1],
+                                                 rfk_dot16(w.q + 8 * h, x.piece[2 * h], start)));
+        }
+    }
+    if (TYPE == RFK_OTHER) {
+        const int ones[4] = {0x01010101, 0x01010101, 0x01010101, 0x01010101};
+        RFK_UNROLL(2)
+        for (int i = 0; i < 2; i++) scales.sums[i] = rfk_is_q2(raw) ? (float)rfk_dot16(ones, x.piece[i], 0) : 0.0f;
+    }
+    return F::join(w.s, dots, scales, total);
+}
 
 /* Load the column's part of a fragment. */
 template <int TYPE> RFK_DEVICE void rfk_load_x(const rfk_column &c, uint32_t fragment, rfk_fragment_x &x) {
@@ -3115,15 +3197,20 @@ void rfk_load_x<RFK_OTHER>(const rfk_column &c, uint32_t unit, rfk_fragment_x &x
     x.scale.x = c.scale[4 * fragment + odd];
 }
 
+/* Store silu(gate) * sum of a row and column, the results of two products, and return it. */
+RFK_DEVICE float rfk_put_glu(const rfk_product &gates, const rfk_product &p, uint32_t row, uint32_t col, float gate,
+                             float sum) {
+    if (gates.bias) gate += rfk_load_any(gates.bias, gates.bias_type, row);
+    if (p.bias) sum += rfk_load_any(p.bias, p.bias_type, row);
+    p.out[(size_t)col * p.out_stride + row] = sum;
+    return gates.out[(size_t)col * gates.out_stride + row] = rfk_mul(gate / (1.0f + expf(-gate)), sum);
+}
+
 /* Lane 0: store the epilogue of a row's sum, or silu(gate) * sum, and return it. before: the value there, if the
  * product accumulates. */
 RFK_DEVICE float rfk_fused_epilogue(const rfk_fused_args &a, const rfk_product &p, uint32_t row, float gate, float sum,
                                 float before) {
-    if (!a.glu) return rfk_put_on(p, row, 0, sum, before);
-    if (p.bias) gate += rfk_load_any(p.bias, p.bias_type, row);
-    if (a.part[1].bias) sum += rfk_load_any(a.part[1].bias, a.part[1].bias_type, row);
-    a.part[1].out[row] = sum;
-    return p.out[row] = gate / (1.0f + expf(-gate)) * sum;
+    return a.glu ? rfk_put_glu(p, a.part[1], row, 0, gate, sum) : rfk_put_on(p, row, 0, sum, before);
 }
 
 /* Quantize a fused matvec's results from `first` on, those of one pass a wave. */
@@ -3192,7 +3279,7 @@ RFK_DEVICE void rfk_fused_block(const rfk_fused_args &a, const rfk_product &p, u
             if (i < mine) {
                 rfk_fragment_x x;
                 rfk_load_x<TYPE>(c, fragment, x);
-                sum = F::dot(raw[k], x, lane, sum);
+                sum = rfk_dot_fragment<TYPE>(raw[k], x, lane, sum);
             }
             if (next_row < n_out && next_round * U + k < mine) {
                 if (next_second) F::fetch(a.part[1].w, at, raw[k]);
@@ -3204,7 +3291,8 @@ RFK_DEVICE void rfk_fused_block(const rfk_fused_args &a, const rfk_product &p, u
             sum = rfk_wave_sum<WAVE>(sum);
             if (next_second) gate = sum;
             else if (lane == 0) {
-                const float made = rfk_fused_epilogue(a, p, row, gate * s.factor, sum * s.factor, before);
+                const float made =
+                    rfk_fused_epilogue(a, p, row, rfk_mul(gate, s.factor), rfk_mul(sum, s.factor), before);
                 if (a.to8.q) s.out[pass][threadIdx.x / WAVE] = made;
                 if (p.accumulate && next_row < n_out) before = p.out[next_row];
             }
@@ -4190,6 +4278,343 @@ template <int WAVE> static __global__ void RFK_RESIDENT(RFK_BLOCK, 4) rfk_join_n
     RFK_SHARED(rfk_norm_shared, s);
     const rfk_joined_row r = {&a.t, blockIdx.x};
     rfk_norm_wide<WAVE>(a.norm, r, s);
+}
+
+/* ---- few columns ----
+ * The products of a fused matvec for steps of several rows. Columns of int8 lie in memory in tiles of 16. A block has
+ * 16 rows of W at a time, and its eight waves share their depth: each has the fragments of an eighth of a wave's lanes
+ * in the fused matvec. Weights are unpacked once, to shared memory, and multiplied by 16 columns on matrix units,
+ * exactly. There is a float sum for each of those lanes, and sums of adjacent ones are added first, all as in the fused
+ * matvec: results have its bits. */
+
+#define RFK_FEW_ROWS 16u /* of W, and columns of a tile */
+#define RFK_FEW_WAVES 8u
+#define RFK_FEW_PITCH 17 /* 16-byte words from row to row in shared memory: four fragments, and one against conflicts */
+struct rfk_few_columns {
+    int4 *q;        /* [tile][n / 16][16 columns]; NULL: no memory */
+    float *d, *e;   /* [tile][n / 32][16] the scale of a group of 32, and that times its sum */
+    float *sum;     /* [tile][n / 16][16] */
+    float *squares; /* [column][n / 32] of a deferred norm */
+};
+
+/* Quantize columns, as a deferred norm if there is one.   grid [columns, ceil(n / 1024)]   block 256 */
+struct rfk_few_quantize_args {
+    const float *x;
+    const uint32_t *rows; /* NULL: a column is its row */
+    const uint8_t *norm;  /* NULL: none */
+    rfk_few_columns to;
+    uint32_t x_stride, n, norm_type;
+};
+template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_few_quantize(rfk_few_quantize_args a) {
+    if (!RFK_RUNS_WAVE(WAVE)) return;
+    const uint32_t col = blockIdx.x, i = blockIdx.y * RFK_BLOCK + threadIdx.x, c = col % RFK_FEW_ROWS;
+    const size_t tile = col / RFK_FEW_ROWS;
+    const bool inside = i < a.n / 4;
+    float x[4], w[4] = {1, 1, 1, 1}, d;
+    RFK_UNROLL(4)
+    for (uint32_t k = 0; k < 4; k++)
+        if (a.norm && inside) w[k] = rfk_load_any(a.norm, a.norm_type, 4 * (size_t)i + k);
+    rfk_wait_previous();
+    rfk_get4(a.x + (size_t)(a.rows ? a.rows[col] : col) * a.x_stride, i, a.n, x);
+    if (a.norm) {
+        const float squares = rfk_group_squares<WAVE>(x);
+        if (inside && i % 8 == 0) a.to.squares[(size_t)col * (a.n / 32) + i / 8] = squares;
+        RFK_UNROLL(4)
+        for (int k = 0; k < 4; k++) x[k] *= w[k];
+    }
+    int sum, packed = rfk_quantize_lane<WAVE>(x, &d, &sum), other = rfk_shuffle_xor<WAVE>(sum, 4);
+    if (!inside) return;
+    const size_t piece = tile * a.n + i / 4 * RFK_FEW_ROWS + c, group = tile * (a.n / 2) + i / 8 * RFK_FEW_ROWS + c;
+    reinterpret_cast<int *>(a.to.q + piece)[i % 4] = packed;
+    if (i % 4 == 0) a.to.sum[piece] = (float)sum;
+    if (i % 8 == 0) a.to.d[group] = d, a.to.e[group] = d * (float)(sum + other);
+}
+
+struct rfk_few_args {
+    rfk_product part[RFK_PRODUCTS]; /* glu: the gates, then what they multiply */
+    rfk_few_columns x;
+    const uint8_t *norm;            /* NULL: x is no deferred norm */
+    const float *from;              /* what it was made from, [row][from_stride] */
+    const uint32_t *rows;           /* NULL: a column is its row */
+    float *norm_out;                /* [column][norm_stride] the normed x; NULL: no other op reads it */
+    uint32_t n_in, n_cols, norm_type, from_stride, norm_stride, glu;
+    float eps;
+};
+template <int WAVE> struct rfk_few_shared {
+    struct input {
+        int4 w[RFK_FEW_WAVES][RFK_FEW_ROWS][RFK_FEW_PITCH];
+        float scale[RFK_FEW_WAVES][4 * RFK_FEW_ROWS][RFK_SCALES];
+    };
+    union {
+        input in;
+        float sum[RFK_FEW_WAVES][RFK_FEW_ROWS * RFK_FEW_ROWS]; /* [wave][column][row] */
+    } u;
+    float factor[RFK_FEW_ROWS]; /* of each column: 1 / rms of a deferred norm */
+};
+
+/* The 16 values of x that piece i of a fragment multiplies. */
+template <int TYPE, int WAVE> RFK_DEVICE uint32_t rfk_fragment_piece(uint32_t f, uint32_t i, uint32_t n_fragments) {
+    const int order = rfk_fragments<TYPE>::ORDER;
+    if (order == RFK_ORDER_Q6) return f / 2 * 8 + f % 2 + 2 * i;
+    if (order == RFK_ORDER_STRIDED) {
+        const uint32_t first = f / WAVE * WAVE;
+        return 4 * first + (f - first) + i * rfk_active_lanes(n_fragments - first, WAVE);
+    }
+    return rfk_fragments<TYPE>::VALUES / 16 * f + i;
+}
+
+/* An operand of 16 columns by 32 bytes, from two pieces of 16. */
+RFK_DEVICE void rfk_few_operand(rfk_operand &o, const int4 *first, const int4 *second, uint32_t lane) {
+    const uint32_t kind = RFK_MATRIX, col = lane % 16 * 4;
+    const int *a = reinterpret_cast<const int *>(first), *b = reinterpret_cast<const int *>(second);
+    if (kind == RFK_MATRIX_SM80) {
+        o.r[0] = a[lane], o.r[1] = b[lane], o.r[2] = a[32 + lane], o.r[3] = b[32 + lane];
+    } else if (kind == RFK_MATRIX_MFMA2) {
+        o.r[0] = a[col + lane / 16], o.r[1] = b[col + lane / 16];
+    } else if (kind == RFK_MATRIX_MFMA3) {
+        const int *half = (lane < 32 ? a : b) + col + lane / 16 % 2 * 2;
+        o.r[0] = half[0], o.r[1] = half[1];
+    } else if (kind == RFK_MATRIX_WMMA11) {
+        RFK_UNROLL(4)
+        for (int i = 0; i < 4; i++) o.r[i] = a[col + i], o.r[4 + i] = b[col + i];
+    } else if (kind == RFK_MATRIX_WMMA12) {
+        const uint32_t at = col + lane / 16 * 2;
+        o.r[0] = a[at], o.r[1] = a[at + 1], o.r[2] = b[at], o.r[3] = b[at + 1];
+    }
+}
+
+/* Dot products of 16 rows and 16 columns over two pieces, the first (part 0), the second (1) or both (2). */
+template <int WAVE>
+RFK_DEVICE void rfk_few_dots(const int4 *rows, const int4 *first, const int4 *second, int n_parts,
+                             int (&dots)[2][256 / WAVE]) {
+    const uint32_t lane = threadIdx.x % WAVE, kind = RFK_MATRIX;
+    if (kind == RFK_MATRIX_DOT) {
+        for (uint32_t i = 0; i < 256 / WAVE; i++) {
+            const uint32_t col = rfk_matrix_col(lane, i);
+            const int4 *row = rows + rfk_matrix_row(lane, i, 256 / WAVE) * RFK_FEW_PITCH;
+            int w[4];
+            rfk_words(row[0], w);
+            dots[0][i] = rfk_dot16(w, first[col], RFK_DOT_START);
+            rfk_words(row[1], w);
+            if (n_parts == 1) dots[0][i] = rfk_dot16(w, second[col], dots[0][i]);
+            else dots[1][i] = rfk_dot16(w, second[col], RFK_DOT_START);
+        }
+        return;
+    }
+    rfk_operand a, b;
+    rfk_load_rows<RFK_FEW_PITCH, false>(a, rows, 0, lane);
+    rfk_few_operand(b, first, second, lane);
+    rfk_mma_int8<WAVE>(a, b, n_parts == 1 ? 2 : 0, dots[0]);
+    if (n_parts == 2) rfk_mma_int8<WAVE>(a, b, 1, dots[1]);
+}
+
+/* Results of a lane; NARROW: up to eight columns, for which mma.sync has an instruction of its own. */
+#if defined(RFK_SM80)
+#define RFK_FEW_RESULTS(NARROW, WAVE) ((NARROW) ? 4 : 8)
+#else
+#define RFK_FEW_RESULTS(NARROW, WAVE) (256 / (WAVE))
+#endif
+
+/* Add the products of a fragment to the lane's results. w, scale: the fragment of the tile's first row. */
+template <int TYPE, int WAVE, int N>
+RFK_DEVICE void rfk_few_fragment(const rfk_few_args &a, uint32_t f, const int4 *w, const float *scale, bool has_sums,
+                                 float (&sum)[N]) {
+    typedef rfk_fragments<TYPE> F;
+    const int ALL = 256 / WAVE, PARTS = TYPE == RFK_OTHER || F::DOTS == 4 ? 2 : 1;
+    const bool has_min = rfk_format<TYPE>::HAS_MIN != 0;
+    const uint32_t lane = threadIdx.x % WAVE, n_fragments = a.n_in / F::VALUES;
+    const size_t tile = blockIdx.x;
+    int dots[F::DOTS / PARTS][2][ALL];
+    float d[F::DOTS][ALL], sums[2][ALL];
+    RFK_UNROLL(4)
+    for (uint32_t i = 0; i < (uint32_t)F::DOTS; i++) {
+        const uint32_t per = PARTS == 2 ? 1 : 2, piece = rfk_fragment_piece<TYPE, WAVE>(f, i * per, n_fragments);
+        rfk_lane_values<ALL>(a.x.d + tile * (a.n_in / 2) + piece / 2 * RFK_FEW_ROWS, lane, d[i]);
+        if (has_min) rfk_lane_values<ALL>(a.x.e + tile * (a.n_in / 2) + piece / 2 * RFK_FEW_ROWS, lane, sums[i % 2]);
+        if (has_sums) rfk_lane_values<ALL>(a.x.sum + tile * a.n_in + piece * RFK_FEW_ROWS, lane, sums[i % 2]);
+    }
+    RFK_UNROLL(2)
+    for (uint32_t g = 0; g < F::VALUES / 32; g++) {
+        const int4 *x = a.x.q + tile * a.n_in;
+        rfk_few_dots<WAVE>(w + 2 * g, x + rfk_fragment_piece<TYPE, WAVE>(f, 2 * g, n_fragments) * RFK_FEW_ROWS,
+                           x + rfk_fragment_piece<TYPE, WAVE>(f, 2 * g + 1, n_fragments) * RFK_FEW_ROWS, PARTS,
+                           dots[g]);
+    }
+    float s[RFK_LANE_ROWS(ALL)][RFK_SCALES];
+    RFK_UNROLL(8)
+    for (uint32_t r = 0; r < RFK_LANE_ROWS((uint32_t)ALL); r++)
+        RFK_UNROLL(3)
+        for (int k = 0; k < RFK_SCALES; k += 2) {
+            const float2 two = *reinterpret_cast<const float2 *>(
+                scale + rfk_matrix_row(lane, r, ALL) * 4 * RFK_SCALES + k);
+            s[r][k] = two.x, s[r][k + 1] = two.y;
+        }
+    RFK_UNROLL(8)
+    for (int i = 0; i < N; i++) {
+        rfk_fragment_scales x;
+        float values[4];
+        RFK_UNROLL(4)
+        for (int k = 0; k < F::DOTS; k++) {
+            x.d[k] = d[k][RFK_COL_INDEX(i)];
+            values[k] = rfk_dot_to_float(dots[k / PARTS][k % PARTS][i]);
+        }
+        RFK_UNROLL(2)
+        for (int k = 0; k < 2; k++) x.sums[k] = has_min || has_sums ? sums[k][RFK_COL_INDEX(i)] : 0.0f;
+        sum[i] = F::join(s[RFK_ROW_INDEX(i)], values, x, sum[i]);
+    }
+}
+
+/* Store an unpacked fragment in shared memory. */
+template <int TYPE>
+RFK_DEVICE void rfk_few_store(const typename rfk_fragments<TYPE>::loaded &raw, uint32_t lane, int4 *w, float *scale) {
+    const int offset = rfk_format<TYPE>::OFFSET;
+    rfk_fragment_weights o;
+    rfk_fragments<TYPE>::unpack(raw, lane, o);
+    RFK_UNROLL(4)
+    for (int i = 0; i < rfk_fragments<TYPE>::VALUES / 16; i++) {
+        int4 v;
+        v.x = o.q[4 * i], v.y = o.q[4 * i + 1], v.z = o.q[4 * i + 2], v.w = o.q[4 * i + 3];
+        if (offset) {
+            v.x = rfk_subtract4(v.x, offset), v.y = rfk_subtract4(v.y, offset);
+            v.z = rfk_subtract4(v.z, offset), v.w = rfk_subtract4(v.w, offset);
+        }
+        w[i] = v;
+    }
+    RFK_UNROLL(6)
+    for (int i = 0; i < RFK_SCALES; i++) scale[i] = o.s[i];
+}
+
+/* The factors of the tile's columns, a wave for each of two. */
+template <int WAVE> RFK_DEVICE void rfk_few_factors(const rfk_few_args &a, rfk_few_shared<WAVE> &s) {
+    for (uint32_t c = threadIdx.x / WAVE; c < RFK_FEW_ROWS; c += RFK_FEW_WAVES) {
+        const uint32_t col = blockIdx.x * RFK_FEW_ROWS + c;
+        const float *squares = a.x.squares + (size_t)col * (a.n_in / 32);
+        const float factor = a.norm && col < a.n_cols ? rfk_norm_factor<WAVE>(squares, a.n_in, a.eps) : 1.0f;
+        if (threadIdx.x % WAVE == 0) s.factor[c] = factor;
+    }
+}
+
+/* Multiply 16 rows of p from row0 on by a tile of columns.   Returns the thread's result: row threadIdx.x % 16 of
+ * column threadIdx.x / 16. `first`: what earlier launches wrote was not waited for. Ends with a barrier. */
+template <int TYPE, int WAVE, bool NARROW>
+RFK_DEVICE float rfk_few_tile(const rfk_few_args &a, const rfk_product &p, uint32_t row0, bool first,
+                              rfk_few_shared<WAVE> &s) {
+    typedef rfk_fragments<TYPE> F;
+    const int FETCHES = 64 / WAVE, SETS = WAVE / 32, N = RFK_FEW_RESULTS(NARROW, WAVE);
+    const uint32_t lane = threadIdx.x % WAVE, wave = threadIdx.x / WAVE, n_fragments = a.n_in / F::VALUES,
+                   lane0 = wave * (WAVE / RFK_FEW_WAVES);
+    typename F::loaded raw[SETS][FETCHES];
+    rfk_fragment_at at[SETS][FETCHES];
+    float sum[4 * SETS][N];
+    RFK_UNROLL(8)
+    for (int j = 0; j < 4 * SETS; j++)
+        RFK_UNROLL(8)
+        for (int i = 0; i < N; i++) sum[j][i] = 0;
+    RFK_UNROLL(2)
+    for (uint32_t t = 0; t < (uint32_t)SETS; t++)
+        RFK_UNROLL(2)
+        for (uint32_t i = 0; i < (uint32_t)FETCHES; i++) { /* four fragments of 16 rows */
+            const uint32_t k = lane + i * WAVE, row = row0 + k / 4, f = lane0 + 4 * t + k % 4;
+            F::template begin<WAVE>(p.row0 + (row < p.n_out ? row : p.n_out - 1), a.n_in, f, at[t][i]);
+            if (f < n_fragments) F::fetch(p.w, at[t][i], raw[t][i]);
+        }
+    if (first) {
+        rfk_wait_previous();
+        rfk_few_factors<WAVE>(a, s);
+    }
+    const bool has_sums = TYPE == RFK_OTHER && p.type == RF_TYPE_Q2_K;
+    RFK_UNROLL(1)
+    for (uint32_t base = 0; base < n_fragments; base += WAVE)
+        RFK_UNROLL(2)
+        for (uint32_t t = 0; t < (uint32_t)SETS; t++) {
+            RFK_UNROLL(2)
+            for (uint32_t i = 0; i < (uint32_t)FETCHES; i++) {
+                const uint32_t k = lane + i * WAVE, f = base + lane0 + 4 * t + k % 4;
+                if (f < n_fragments)
+                    rfk_few_store<TYPE>(raw[t][i], f, &s.u.in.w[wave][k / 4][4 * (k % 4)], s.u.in.scale[wave][k]);
+                F::template next<WAVE>(at[t][i]);
+                if (f + WAVE < n_fragments) F::fetch(p.w, at[t][i], raw[t][i]);
+            }
+            rfk_sync_lanes<WAVE>();
+            RFK_UNROLL(4)
+            for (uint32_t j = 0; j < 4; j++) {
+                const uint32_t f = base + lane0 + 4 * t + j;
+                if (f < n_fragments)
+                    rfk_few_fragment<TYPE, WAVE, N>(a, f, &s.u.in.w[wave][0][4 * j], s.u.in.scale[wave][j], has_sums,
+                                                    sum[4 * t + j]);
+            }
+            rfk_sync_lanes<WAVE>();
+        }
+    __syncthreads();
+    RFK_UNROLL(8)
+    for (int i = 0; i < N; i++) {
+        RFK_UNROLL(3)
+        for (int step = 1; step < 4 * SETS; step *= 2)
+            RFK_UNROLL(8)
+            for (int j = 0; j + step < 4 * SETS; j += 2 * step) sum[j][i] += sum[j + step][i];
+        const uint32_t row = rfk_matrix_row(lane, RFK_ROW_INDEX((uint32_t)i), 256 / WAVE),
+                       col = rfk_matrix_col(lane, RFK_COL_INDEX((uint32_t)i));
+        s.u.sum[wave][col * RFK_FEW_ROWS + row] = sum[0][i];
+    }
+    __syncthreads();
+    float all = 0;
+    if (threadIdx.x < RFK_FEW_ROWS * RFK_FEW_ROWS) {
+        float v[RFK_FEW_WAVES];
+        RFK_UNROLL(8)
+        for (uint32_t i = 0; i < RFK_FEW_WAVES; i++) v[i] = s.u.sum[i][threadIdx.x];
+        all = ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+    }
+    __syncthreads();
+    return all;
+}
+
+template <int TYPE, int WAVE, bool NARROW>
+RFK_DEVICE void rfk_few_block(const rfk_few_args &a, const rfk_product &p, uint32_t number,
+                              rfk_few_shared<WAVE> &s) {
+    const uint32_t row0 = number * RFK_FEW_ROWS, row = row0 + threadIdx.x % RFK_FEW_ROWS,
+                   c = threadIdx.x / RFK_FEW_ROWS, col = blockIdx.x * RFK_FEW_ROWS + c;
+    float v = rfk_few_tile<TYPE, WAVE, NARROW>(a, p, row0, true, s);
+    const bool inside = c < RFK_FEW_ROWS && col < a.n_cols && row < p.n_out;
+    const float factor = inside ? s.factor[c] : 1.0f, gate = rfk_mul(v, factor);
+    if (a.glu) {
+        v = rfk_few_tile<TYPE, WAVE, NARROW>(a, a.part[1], row0, false, s);
+        if (inside) (void)rfk_put_glu(p, a.part[1], row, col, gate, rfk_mul(v, factor));
+    } else if (inside) {
+        rfk_put(p, row, col, gate);
+    }
+    if (!a.norm_out || blockIdx.y != 0) return;
+    for (uint32_t k = 0; k < RFK_FEW_ROWS && blockIdx.x * RFK_FEW_ROWS + k < a.n_cols; k++) {
+        const uint32_t to = blockIdx.x * RFK_FEW_ROWS + k;
+        const float *from = a.from + (size_t)(a.rows ? a.rows[to] : to) * a.from_stride;
+        for (uint32_t i = threadIdx.x; i < a.n_in; i += RFK_FEW_WAVES * WAVE)
+            a.norm_out[(size_t)to * a.norm_stride + i] = from[i] * s.factor[k] * rfk_load_any(a.norm, a.norm_type, i);
+    }
+}
+
+/* grid [tiles of 16 columns, tiles of 16 rows of all products]   block 8 waves   LDS 46 KiB
+ *   reads W once, and from cache for further columns */
+template <int WAVE, bool NARROW, bool OTHER>
+static __global__ void RFK_RESIDENT(RFK_FEW_WAVES *WAVE, 2) rfk_few(rfk_few_args a) {
+    if (!RFK_RUNS_WAVE(WAVE)) return;
+    typedef rfk_few_shared<WAVE> shared;
+    RFK_SHARED(shared, s);
+    uint32_t number = blockIdx.y, which = 0;
+    for (uint32_t i = 1; i < RFK_PRODUCTS; i++)
+        if (blockIdx.y >= a.part[i - 1].end_block) which = i, number = blockIdx.y - a.part[i - 1].end_block;
+    const rfk_product p = a.part[which];
+    if (OTHER) {
+        rfk_few_block<RFK_OTHER, WAVE, NARROW>(a, p, number, s);
+        return;
+    }
+#define RFK_FEW_CASE(TYPE, max) \
+    case TYPE: \
+        if (rfk_built<TYPE>::is) rfk_few_block<TYPE, WAVE, NARROW>(a, p, number, s); \
+        break;
+    switch (p.type) {
+        RFK_FUSED_TYPES(RFK_FEW_CASE)
+    default: break;
+    }
+#undef RFK_FEW_CASE
 }
 
 /* ---- many columns, on warpgroups ----
@@ -6072,12 +6497,12 @@ static __global__ void RFK_THREADS(RFK_FLASH_WAVES(HEAD) * WAVE) rfk_flash(rfk_a
 
 #define RFK_ROPES 2 /* RoPE tables in a plan: of layers with a sliding window, and of the others */
 
-/* cos and sin for the position of the step's first row, for each RoPE table.
- *   grid [ceil(n_rot / 2 / 256), kinds]   block 256 */
+/* cos and sin for the positions of the step's rows, for each RoPE table.
+ *   grid [ceil(n_rot / 2 / 256), kinds, rows]   block 256 */
 struct rfk_angles_of {
     const float *table;
     const uint8_t *freqs; /* NULL: none */
-    float *out;           /* [n_rot / 2][2] */
+    float *out;           /* [row][RFK_MAX_HEAD], of which [n_rot / 2][2] */
     uint32_t freqs_type, n_rot;
     float scale;
 };
@@ -6089,12 +6514,13 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_angles(rfk_angles_args a) {
     const rfk_angles_of of = blockIdx.y == 0 ? a.first : a.second;
     uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
     if (i >= of.n_rot / 2) return;
-    double angle = (double)a.rows[0].pos * (double)of.table[i];
+    double angle = (double)a.rows[blockIdx.z].pos * (double)of.table[i];
     if (of.freqs) angle /= (double)rfk_load_any(of.freqs, of.freqs_type, i);
     float c, s;
     rfk_cos_sin(angle, &c, &s);
-    of.out[2 * i] = c * of.scale;
-    of.out[2 * i + 1] = s * of.scale;
+    float *out = of.out + blockIdx.z * RFK_MAX_HEAD;
+    out[2 * i] = c * of.scale;
+    out[2 * i + 1] = s * of.scale;
 }
 
 #define RFK_DECODE_CELLS 64u /* positions of a split, at least */
@@ -6106,11 +6532,13 @@ struct rfk_decode_attention_args {
     const uint8_t *sinks;    /* [n_heads] attention sinks: one more score without a value; NULL: none */
     void *k_state, *v_state; /* [seq][kv head][n_cells][dim]: position p in cell p % n_cells */
     float *out;
-    float *part;       /* [kv head][split], see rfk_decode_part */
-    uint32_t *tickets; /* [kv head] counters of finished splits; 0 between launches */
+    float *part;       /* [row][kv head][split], see rfk_decode_part */
+    uint32_t *tickets; /* [row][kv head] counters of finished splits; 0 between launches */
     rfk_int8_rows x8;  /* the output, quantized; NULL: not wanted */
     const rf_step_row *rows;
     uint32_t norm_type[2], n_heads, n_kv_heads, head_dim, n_rot, neox, n_cells;
+    uint32_t q_stride, k_stride, v_stride, out_stride; /* from row to row */
+    uint32_t is_stored;                           /* the step's keys and values are in their cells already */
     uint32_t window, sinks_type;                  /* window 0: all positions */
     float eps[2], scale, softcap, softcap_factor; /* as rfk_softcap_exp2 takes them; softcap 0: none */
 };
@@ -6233,8 +6661,8 @@ RFK_DEVICE void rfk_decode_pair(rfk_decode_pairs<WAVE, PER> &o, const rfk_decode
         const bool rotates = i < half;
         o.first[k] = rotates && a.neox ? i : 2 * i;
         o.second[k] = rotates && a.neox ? i + half : 2 * i + 1;
-        o.c[k] = rotates ? a.angles[2 * i] : 1.0f;
-        o.s[k] = rotates ? a.angles[2 * i + 1] : 0.0f;
+        o.c[k] = rotates ? a.angles[blockIdx.z * RFK_MAX_HEAD + 2 * i] : 1.0f;
+        o.s[k] = rotates ? a.angles[blockIdx.z * RFK_MAX_HEAD + 2 * i + 1] : 0.0f;
     }
 }
 
@@ -6247,7 +6675,9 @@ RFK_DEVICE void rfk_decode_queries(rfk_decode_shared<G, PER> &s, const rfk_decod
     RFK_UNROLL(1)
     for (uint32_t h = threadIdx.x / WAVE; h < (uint32_t)G + 2; h += RFK_BLOCK / WAVE) {
         const bool key = h == G, value = h == G + 1, wanted = h < G ? h < group : owns_key;
-        const float *from = value ? a.v : key ? a.k : a.q;
+        const float *from = value ? a.v + (size_t)blockIdx.z * a.v_stride
+                            : key ? a.k + (size_t)blockIdx.z * a.k_stride
+                                  : a.q + (size_t)blockIdx.z * a.q_stride;
         from += (h < G ? (size_t)kv_head * group + h : kv_head) * a.head_dim;
         const uint8_t *norm = value ? NULL : key ? a.norm[1] : a.norm[0];
         float x0[rfk_decode_pairs<WAVE, PER>::N], x1[rfk_decode_pairs<WAVE, PER>::N], sum = 0, factor = 1;
@@ -6256,7 +6686,7 @@ RFK_DEVICE void rfk_decode_queries(rfk_decode_shared<G, PER> &s, const rfk_decod
             bool inside = wanted && 2 * (lane + k * WAVE) < a.head_dim;
             x0[k] = inside ? from[pairs.first[k]] : 0.0f;
             x1[k] = inside ? from[pairs.second[k]] : 0.0f;
-            sum += x0[k] * x0[k] + x1[k] * x1[k];
+            sum += rfk_fma(x0[k], x0[k], rfk_mul(x1[k], x1[k]));
         }
         if (norm) {
             sum = rfk_wave_sum<WAVE>(sum);
@@ -6273,8 +6703,8 @@ RFK_DEVICE void rfk_decode_queries(rfk_decode_shared<G, PER> &s, const rfk_decod
                 x1[k] = x1[k] * factor * rfk_load_any(norm, type, second);
             }
             const float c = value ? 1.0f : pairs.c[k], sine = value ? 0.0f : pairs.s[k];
-            s.x[h][first] = (x0[k] * c - x1[k] * sine) * scale;
-            s.x[h][second] = (x0[k] * sine + x1[k] * c) * scale;
+            s.x[h][first] = rfk_fma(x0[k], c, -rfk_mul(x1[k], sine)) * scale;
+            s.x[h][second] = rfk_fma(x0[k], sine, rfk_mul(x1[k], c)) * scale;
         }
     }
 }
@@ -6408,7 +6838,9 @@ struct rfk_decode_output {
 };
 RFK_DEVICE rfk_decode_output rfk_decode_output_of(const rfk_decode_attention_args &a, uint32_t kv_head,
                                                   uint32_t group) {
-    const rfk_decode_output to = {a.out, a.part, a.x8, kv_head, group, a.n_heads, a.head_dim};
+    const rfk_decode_output to = {a.out + (size_t)blockIdx.z * a.out_stride,
+                                  a.part + (size_t)blockIdx.z * gridDim.y * a.n_heads * (a.head_dim + 4), a.x8,
+                                  kv_head, group, a.n_heads, a.head_dim};
     return to;
 }
 
@@ -6532,8 +6964,9 @@ RFK_DEVICE bool rfk_decode_last(rfk_decode_shared<G, PER> &s, const rfk_decode_a
     __threadfence(); /* make this block's part visible before its ticket */
     __syncthreads();
     if (threadIdx.x == 0) {
-        s.is_last = atomicAdd(&a.tickets[kv_head], 1u) == n_splits - 1;
-        if (s.is_last) a.tickets[kv_head] = 0;
+        uint32_t *ticket = a.tickets + blockIdx.z * a.n_kv_heads + kv_head;
+        s.is_last = atomicAdd(ticket, 1u) == n_splits - 1;
+        if (s.is_last) *ticket = 0;
     }
     __syncthreads();
     if (!s.is_last) return false;
@@ -6660,7 +7093,26 @@ RFK_DEVICE void rfk_decode_store(rfk_decode_shared<G, PER> &s, rfk_q8 *k, rfk_q8
     __syncthreads();
 }
 
-/* grid [n_kv_heads, splits]   block 256   LDS up to 27 KiB   reads each key and value once for the whole group
+/* Norm, rotate and store the keys, and store the values, of a step's rows: before attention, because rows may be of one
+ * sequence.   grid [n_kv_heads, 1, rows]   block 256   LDS up to 20 KiB */
+template <int WAVE, class KV, int PER>
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_decode_keys(rfk_decode_attention_args a) {
+    if (!RFK_RUNS_WAVE(WAVE)) return;
+    typedef rfk_decode_shared<1, PER> shared;
+    RFK_SHARED(shared, s);
+    const rf_step_row row = a.rows[blockIdx.z];
+    rfk_decode_pairs<WAVE, PER> pairs;
+    rfk_decode_pair<WAVE, PER>(pairs, a);
+    rfk_wait_previous();
+    rfk_decode_queries<WAVE, 1, PER>(s, a, blockIdx.x, 0, true, pairs);
+    __syncthreads();
+    const size_t head = rfk_decode_raw<KV, PER>::row(1, a.head_dim) *
+                        ((size_t)row.seq * a.n_kv_heads + blockIdx.x) * a.n_cells;
+    rfk_decode_store<WAVE>(s, (KV *)a.k_state + head, (KV *)a.v_state + head, (uint32_t)row.pos % a.n_cells,
+                           a.head_dim);
+}
+
+/* grid [n_kv_heads, splits, rows]   block 256   LDS up to 27 KiB   reads each key and value once for the whole group
  * The visible positions are divided evenly over the splits of the grid, at least RFK_DECODE_CELLS each; blocks without
  * positions return. */
 template <int WAVE, class KV, bool PLAIN, int G, int PER>
@@ -6669,8 +7121,8 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_decode_atten
     typedef rfk_decode_shape<KV, PLAIN, G, PER> S;
     typedef rfk_decode_shared<G, PER> shared;
     RFK_SHARED(shared, s);
-    /* written before the previous kernel began: the step's row, angles, keys and values of older positions */
-    const rf_step_row row = a.rows[0];
+    /* written before the previous kernel began: the step's rows, angles, keys and values of older positions */
+    const rf_step_row row = a.rows[blockIdx.z];
     const uint32_t kv_head = blockIdx.x, group = a.n_heads / a.n_kv_heads;
     uint32_t n = (uint32_t)row.pos + 1, seen = 0; /* visible positions, and the cell of the first */
     if (!PLAIN && a.window && n > a.window) seen = (n - a.window) % a.n_cells, n = a.window;
@@ -6684,7 +7136,7 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_decode_atten
     }
     const uint32_t all = seen + n, end = begin + cells < all ? begin + cells : all, lane = threadIdx.x % PER,
                    slot = threadIdx.x / PER;
-    const bool owns_key = end == all, inside = lane * 8 < a.head_dim;
+    const bool owns_key = end == all && !a.is_stored, inside = lane * 8 < a.head_dim;
     const size_t head =
         rfk_decode_raw<KV, PER>::row(1, a.head_dim) * ((size_t)row.seq * a.n_kv_heads + kv_head) * a.n_cells;
     const rfk_decode_cells<KV> in = {(const KV *)a.k_state + head + lane * 8, (const KV *)a.v_state + head + lane * 8,
@@ -6692,6 +7144,7 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_decode_atten
                                   !inside ? 0 : owns_key ? all - 1 : end, owns_key ? all - 1 : RF_NONE};
     rfk_decode_work<KV, PLAIN, G, PER> work;
     rfk_decode_pairs<WAVE, PER> pairs;
+    if (a.is_stored) rfk_wait_previous();
     rfk_decode_load<KV, PER, S::T, PLAIN>(work.k, in.k, a.n_cells, a.head_dim, begin + slot, S::SLOTS, in.older_end);
     rfk_decode_load<KV, PER, S::T, PLAIN>(work.v, in.v, a.n_cells, a.head_dim, begin + slot, S::SLOTS, in.older_end);
     rfk_decode_pair<WAVE, PER>(pairs, a);
@@ -6705,7 +7158,7 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_decode_atten
         work.sum = lane % S::LANES == 0 ? 1.0f : 0.0f;
     }
     if (threadIdx.x == 0) s.n_splits = n_splits;
-    rfk_wait_previous();
+    if (!a.is_stored) rfk_wait_previous();
     rfk_decode_queries<WAVE, G, PER>(s, a, kv_head, group, owns_key, pairs);
     __syncthreads();
     if (owns_key)
@@ -7716,8 +8169,10 @@ static void rfk_weight_clear(rf_table *t, uint32_t slot) {
  * RoPE tables, quantized inputs, partial results of split-K and of attention) is one allocation, made when the plan is
  * prepared. */
 
-#define RFK_MATVEC_COLS 8u   /* columns: matvec up to here, tiles beyond */
-#define RFK_SPLIT_ROWS 8u /* rows: steps up to here split attention */
+#define RFK_FEW_MAX 16u /* rows: in steps up to here a row's results have the same bits, whatever else is in the step */
+#define RFK_FEW_STEP 32u /* rows: steps up to here run by the launches of a decode step */
+#define RFK_MATVEC_COLS RFK_FEW_MAX /* columns: matvec up to here, tiles beyond */
+#define RFK_SPLIT_ROWS RFK_FEW_MAX  /* rows: steps up to here split attention */
 #define RFK_MAX_TILE_SPLITS 16u
 #define RFK_MAX_SPLITS 64u
 #define RFK_SPLIT_CELLS 256u
@@ -7763,6 +8218,12 @@ struct rfk_tuning {
     int is_timed;        /* the last step is timed, and its time not read yet */
 };
 
+/* A graph of steps of several rows; exec NULL: none. */
+struct rfk_few_graph {
+    hipGraphExec_t exec;
+    uint32_t n_kernels;
+};
+
 struct rf_prepared {
     rf_dev *dev;
     rf_table *table;
@@ -7792,6 +8253,8 @@ struct rf_prepared {
     rfk_fused *fused;   /* [n_fused] launches, by segment */
     uint32_t *fused_of; /* [n_segments + 1] first launch of each */
     uint32_t n_fused, decode_splits;
+    uint32_t n_few;         /* rows of a step that runs by these launches, at most */
+    rfk_few_columns few;    /* the input of its matvecs, of several rows */
     rfk_int8_rows deferred; /* a deferred norm, and its sums of squares */
     float *deferred_squares;
     uint32_t deferred_for;   /* the launch that will find it there */
@@ -7810,6 +8273,9 @@ struct rf_prepared {
     uint32_t n_captured; /* kernels in the graphs */
     rf_session_stats stats;
     uint64_t graph_generation;
+    rfk_few_graph few_graph[RFK_FEW_STEP + 1]; /* of steps of so many rows */
+    uint64_t few_generation;                  /* of the weights in these */
+    uint32_t few_rows;                        /* of the last step of several rows with those weights */
     hipEvent_t *events; /* [2 * n_ops] while timing: before and after each op */
     uint8_t *timed;     /* [n_ops] 1: recorded */
 };
@@ -7871,6 +8337,7 @@ static rf_result rfk_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *o
 /* ---- preparing ---- */
 
 static uint64_t rfk_align(uint64_t n) { return (n + 255) & ~(uint64_t)255; }
+static uint64_t rfk_align16(uint64_t n) { return (n + 15) & ~(uint64_t)15; }
 
 /* Whether heads of keys and values are whole groups of RF_CACHE_Q8_0. */
 static int rfk_has_q8_heads(const rf_plan *plan, const rf_op *op) {
@@ -7950,6 +8417,7 @@ static uint64_t rfk_term_values(const rf_dev *d, const rf_plan *plan, const rf_o
  * tiles read 0.95 of all matrices, not 3 times all. A matmul switches to tiles there, too: its matvec would read W a
  * third time. */
 static uint32_t rfk_many_pairs(const rf_op *op, uint64_t rows) {
+    if (rows <= RFK_FEW_MAX) return 0;
     const uint64_t pairs = rows * op->experts.n_used;
     return pairs >= 3 * (uint64_t)op->experts.n_experts && pairs >> 31 == 0 ? (uint32_t)pairs : 0;
 }
@@ -8109,10 +8577,18 @@ static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
     rfk_take_bytes(&at, &p->x8.group, rows * (widest / 32) * sizeof *p->x8.group);
     rfk_take_bytes(&at, &p->part,
                   p->max_splits > 1 ? split_rows * heads * p->max_splits * (dim + 2) * sizeof *p->part : 0);
-    rfk_take_bytes(&at, &p->angles, p->n_ropes * RFK_MAX_HEAD * sizeof *p->angles);
-    rfk_take_bytes(&at, &p->decode_part, p->n_ropes ? heads * p->decode_splits * (dim + 4) * sizeof *p->decode_part :
-                   0);
-    rfk_take_bytes(&at, &p->tickets, heads * sizeof *p->tickets);
+    const uint64_t few = p->n_few, columns = few > 1 ? rfk_align16(few) * widest : 0;
+    rfk_take_bytes(&at, &p->few.q, columns);
+    rfk_take_bytes(&at, &p->few.d, columns / 32 * sizeof *p->few.d);
+    rfk_take_bytes(&at, &p->few.e, columns / 32 * sizeof *p->few.e);
+    rfk_take_bytes(&at, &p->few.sum, columns / 16 * sizeof *p->few.sum);
+    rfk_take_bytes(&at, &p->few.squares, columns / 32 * sizeof *p->few.squares);
+    rfk_take_bytes(&at, &p->angles, few * p->n_ropes * RFK_MAX_HEAD * sizeof *p->angles);
+    rfk_take_bytes(&at, &p->decode_part,
+                   p->n_ropes ? (few < RFK_FEW_MAX ? few : RFK_FEW_MAX) * heads * p->decode_splits * (dim + 4) *
+                                    sizeof *p->decode_part
+                              : 0);
+    rfk_take_bytes(&at, &p->tickets, few * heads * sizeof *p->tickets);
     rfk_take_bytes(&at, &p->kept_logits, n_kept * sizeof *p->kept_logits);
     rfk_take_bytes(&at, &p->differ, sizeof *p->differ);
     rfk_take_bytes(&at, &p->tile_part, tile_bytes);
@@ -8128,7 +8604,7 @@ static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
     rfk_take_bytes(&at, &p->deferred.group, widest / 32 * sizeof *p->deferred.group);
     rfk_take_bytes(&at, &p->deferred_squares, widest / 32 * sizeof *p->deferred_squares);
     if (n_kept == 0) p->kept_logits = NULL;
-    p->n_tickets = (uint32_t)heads;
+    p->n_tickets = (uint32_t)(few * heads);
     return at - (uintptr_t)memory + 256;
 }
 
@@ -8549,6 +9025,13 @@ static void rfk_drop_graphs(rf_prepared *p) {
     p->n_graphs = 0;
 }
 
+static void rfk_drop_few_graphs(rf_prepared *p) {
+    for (uint32_t i = 0; i <= RFK_FEW_STEP; i++) {
+        if (p->few_graph[i].exec) (void)hipGraphExecDestroy(p->few_graph[i].exec);
+        p->few_graph[i].exec = NULL;
+    }
+}
+
 static void rfk_stop_timing(rf_prepared *p) {
     for (uint32_t i = 0; p->events && i < 2 * p->plan->n_ops; i++)
         if (p->events[i]) (void)hipEventDestroy(p->events[i]);
@@ -8564,6 +9047,7 @@ static void rfk_plan_release(rf_prepared *p) {
     rfk_stop_timing(p);
     rfk_stop_tuning(p);
     rfk_drop_graphs(p);
+    rfk_drop_few_graphs(p);
     if (p->memory) (void)hipFree(p->memory);
     rfk_free(&d->allocator, p->fused);
     rfk_free(&d->allocator, p->fused_of);
@@ -8598,6 +9082,7 @@ static rf_result rfk_plan_create(rf_dev *d, const rf_plan_bind *bind, rf_prepare
     p->n_logits = bind->n_logits;
     p->cache_type = bind->cache_type;
     p->n_slots = bind->n_slots;
+    p->n_few = d->wrong_units & RFK_WRONG_BYTES ? 1 : p->n_batch < RFK_FEW_STEP ? p->n_batch : RFK_FEW_STEP;
     p->ops = (rfk_bound *)rfk_alloc(&d->allocator, plan->n_ops, sizeof *p->ops, "a prepared plan", err);
     p->segments =
         (uint32_t *)rfk_alloc(&d->allocator, (uint64_t)plan->n_ops + 1, sizeof *p->segments, "segments", err);
@@ -8728,8 +9213,13 @@ static rf_result rfk_run_embed(const rfk_launching *l) {
     return r;
 }
 
-/* Whether the floats of the output are not needed: only the fused launches of a decode step read them. */
-static bool rfk_skips_floats(const rfk_launching *l) { return l->b.only_int8 && l->step->n_rows > 1; }
+/* Whether a step runs by the fused launches of a decode step. */
+static bool rfk_is_fused_step(const rf_prepared *p, const rf_step *step) {
+    return step->n_rows <= p->n_few && step->n_logits <= step->n_rows && !p->events;
+}
+
+/* Whether the floats of the output are not needed: only fused launches read them. */
+static bool rfk_skips_floats(const rfk_launching *l) { return l->b.only_int8 && !rfk_is_fused_step(l->p, l->step); }
 
 /* Where a norm or GLU leaves its results for the next op. */
 static rfk_int8_rows rfk_rows_for_next(const rfk_launching *l) {
@@ -9085,15 +9575,19 @@ static rf_result rfk_run_kv_store(const rfk_launching *l) {
     return rfk_enqueue(l, l->p->cache_type == RF_CACHE_F32 ? full : half, grid, RFK_BLOCK, a);
 }
 
+/* Whether a step has many rows, and its sequences have. */
+static bool rfk_has_runs(const rf_step *step) {
+    uint32_t runs = 1;
+    for (uint32_t t = 1; t < step->n_rows; t++) runs += step->rows[t].seq != step->rows[t - 1].seq;
+    return step->n_rows > RFK_SPLIT_ROWS && step->n_rows >= 8 * runs;
+}
+
 /* Whether flash attention does it: sequences must have many rows. Quantized keys and values are sums of two halves, the
  * second of which may be subnormal. */
 static bool rfk_takes_flash(const rfk_launching *l, const rfk_flash_kernel *kernel) {
     const rf_attention_params *a = &l->op->attention;
-    uint32_t runs = 1;
     if (l->p->dev->wrong_units & RFK_WRONG_HALVES) return false;
-    for (uint32_t t = 1; t < l->n_rows; t++) runs += l->step->rows[t].seq != l->step->rows[t - 1].seq;
-    return !(l->op->flags & RF_OP_MLA) && l->n_rows > RFK_SPLIT_ROWS && l->n_rows >= 8 * runs &&
-           l->p->cache_type != RF_CACHE_F32 &&
+    return !(l->op->flags & RF_OP_MLA) && rfk_has_runs(l->step) && l->p->cache_type != RF_CACHE_F32 &&
            (l->p->cache_type == RF_CACHE_Q8_0 ? l->p->dev->units_f16 : l->p->dev->has_units) &&
            a->head_dim == a->head_dim_v && a->head_dim % 16 == 0 && a->head_dim <= RFK_FLASH_HEAD &&
            a->n_heads / a->n_kv_heads <= kernel->queries && kernel->shared_bytes <= l->p->dev->shared_bytes;
@@ -9599,16 +10093,66 @@ template <int WAVE> static void (*rfk_find_fused_matvec(bool other, uint32_t fra
     return fragments == 1 ? rfk_fused_matvec<WAVE, 1, false> : rfk_fused_matvec<WAVE, RFK_MAX_IN_FLIGHT, false>;
 }
 
+template <int WAVE> static void (*rfk_find_few(bool other, uint32_t n_cols))(rfk_few_args) {
+    if (other) return n_cols <= 8 ? rfk_few<WAVE, true, true> : rfk_few<WAVE, false, true>;
+    return n_cols <= 8 ? rfk_few<WAVE, true, false> : rfk_few<WAVE, false, false>;
+}
+
+/* Where the launch reads its input: of an op's buffer, or of the rows that have logits in another op's. */
+static uint32_t rfk_source_of(const rfk_fused *f) {
+    return f->gather != RF_NONE ? f->gather : f->norm != RF_NONE ? f->norm : f->products;
+}
+
+/* A fused matvec of several rows: quantize its columns, then multiply. */
+static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
+    rf_prepared *p = l->p;
+    const rf_op *ops = p->plan->ops;
+    rfk_matmul_args products;
+    const uint32_t source = rfk_source_of(f), blocks = rfk_make_products(l, &products, RFK_FEW_ROWS);
+    rfk_few_quantize_args z;
+    rfk_few_args a;
+    memset(&z, 0, sizeof z);
+    memset(&a, 0, sizeof a);
+    memcpy(a.part, products.part, sizeof a.part);
+    a.x = p->few;
+    a.from = rfk_at_step(l, p->ops[source].in, ops[source].in);
+    a.from_stride = p->ops[source].in_stride;
+    a.rows = f->gather != RF_NONE ? p->logit_rows : NULL;
+    a.n_in = l->op->matmul.n_in;
+    a.n_cols = l->op->rows == RF_ROWS_LOGITS ? l->step->n_logits : l->step->n_rows;
+    a.glu = f->glu != RF_NONE;
+    if (f->norm != RF_NONE) {
+        const rf_op *norm = &ops[f->norm];
+        a.norm = rfk_vector(p, norm->weight, 0, &a.norm_type);
+        a.eps = norm->norm.eps;
+        a.norm_stride = p->ops[f->norm].out_stride;
+        if (norm->out != ops[source].in && !rfk_is_dead(p->plan, f->first + f->n_ops, norm->out))
+            a.norm_out = rfk_at_step(l, p->ops[f->norm].out, norm->out);
+    }
+    z.x = a.from, z.x_stride = a.from_stride, z.rows = a.rows, z.n = a.n_in, z.to = p->few;
+    z.norm = a.norm, z.norm_type = a.norm_type;
+    const int early = p->capturing && p->dev->early;
+    rfk_config c = {dim3(a.n_cols, rfk_ceil_div(a.n_in, 4 * RFK_BLOCK)), dim3(RFK_BLOCK), 0, early, l->q->stream};
+    rf_result r = rfk_enqueue_config(l, RFK_BY_WAVE(l, rfk_few_quantize<32>, rfk_few_quantize<64>), c, z);
+    if (r != RF_OK) return r;
+    const bool other = rfk_is_other(p->plan, f->products);
+    c.grid = dim3(rfk_ceil_div(a.n_cols, RFK_FEW_ROWS), a.glu ? a.part[0].end_block : blocks);
+    c.block = dim3(RFK_FEW_WAVES * p->dev->wave);
+    return rfk_enqueue_config(l, RFK_BY_WAVE(l, rfk_find_few<32>(other, a.n_cols), rfk_find_few<64>(other, a.n_cols)),
+                              c, a);
+}
+
 static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     rf_prepared *p = l->p;
     const rf_op *ops = p->plan->ops;
-    uint32_t source = f->gather != RF_NONE ? f->gather : f->norm != RF_NONE ? f->norm : f->products;
+    const uint32_t source = rfk_source_of(f);
     rfk_matmul_args products;
     rfk_fused_args a;
     memset(&a, 0, sizeof a);
     l->op = &ops[f->products];
     l->index = f->products;
     l->together = f->n_products;
+    if (l->step->n_rows > 1) return rfk_run_few(l, f);
     (void)rfk_make_products(l, &products, 1);
     memcpy(a.part, products.part, sizeof a.part);
     if (f->is_int8) a.x8 = p->x8;
@@ -9649,6 +10193,16 @@ static void (*rfk_decode_attention_by(const rf_op *op))(rfk_decode_attention_arg
     if (op->attention.head_dim <= 128) return rfk_decode_attention_of<WAVE, KV, PLAIN, 16>(group);
     return rfk_decode_attention_of<WAVE, KV, PLAIN, 32>(group);
 }
+template <int WAVE, class KV>
+static void (*rfk_decode_keys_of(const rf_op *op))(rfk_decode_attention_args) {
+    if (op->attention.head_dim <= 64) return rfk_decode_keys<WAVE, KV, 8>;
+    return op->attention.head_dim <= 128 ? rfk_decode_keys<WAVE, KV, 16> : rfk_decode_keys<WAVE, KV, 32>;
+}
+template <int WAVE>
+static void (*rfk_find_decode_keys(uint32_t cache_type, const rf_op *op))(rfk_decode_attention_args) {
+    if (cache_type == RF_CACHE_F32) return rfk_decode_keys_of<WAVE, float>(op);
+    return cache_type == RF_CACHE_Q8_0 ? rfk_decode_keys_of<WAVE, rfk_q8>(op) : rfk_decode_keys_of<WAVE, uint16_t>(op);
+}
 template <int WAVE>
 static void (*rfk_find_decode_attention(uint32_t cache_type, const rf_op *op))(rfk_decode_attention_args) {
     if (cache_type == RF_CACHE_F32) return rfk_decode_attention_by<WAVE, float, false>(op);
@@ -9672,7 +10226,7 @@ static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) 
         a.norm[i] = rfk_vector(p, ops[f->norms[i]].weight, 0, &a.norm_type[i]);
         a.eps[i] = ops[f->norms[i]].norm.eps;
     }
-    a.angles = p->angles + f->angles * RFK_MAX_HEAD;
+    a.angles = p->angles + f->angles * p->n_few * RFK_MAX_HEAD;
     a.sinks = rfk_vector(p, op->weight, 0, &a.sinks_type);
     a.k_state = p->ops[f->attention].k;
     a.v_state = p->ops[f->attention].v;
@@ -9680,7 +10234,7 @@ static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) 
     a.part = p->decode_part;
     a.tickets = p->tickets;
     a.x8 = p->x8;
-    if (!f->to_int8) a.x8.q = NULL;
+    if (!f->to_int8 || l->n_rows > 1) a.x8.q = NULL;
     a.rows = p->rows;
     a.n_heads = att->n_heads;
     a.n_kv_heads = att->n_kv_heads;
@@ -9688,12 +10242,26 @@ static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) 
     a.n_rot = ops[f->ropes].rope.n_rot;
     a.neox = (ops[f->ropes].flags & RF_OP_NEOX) != 0;
     a.n_cells = p->ops[f->attention].n_cells;
+    a.q_stride = p->ops[f->attention].in_stride;
+    a.k_stride = p->ops[f->store].in_stride;
+    a.v_stride = p->ops[f->store].in2_stride;
+    a.out_stride = p->ops[f->attention].out_stride;
+    a.is_stored = l->n_rows > 1;
     a.window = att->window;
     a.scale = att->scale;
     a.softcap = att->softcap * RFK_LOG2_E;
     a.softcap_factor = att->softcap == 0 ? 0 : 2 / att->softcap; /* 2 log2(e) / (softcap log2(e)) */
-    rfk_config c = {dim3(att->n_kv_heads, p->decode_splits), dim3(RFK_BLOCK), 0, p->capturing && p->dev->early,
+    rfk_config c = {dim3(att->n_kv_heads, 1, l->n_rows), dim3(RFK_BLOCK), 0, p->capturing && p->dev->early,
                     l->q->stream};
+    if (a.is_stored) {
+        void (*keys)(rfk_decode_attention_args) = RFK_BY_WAVE(l, rfk_find_decode_keys<32>(p->cache_type, op),
+                                                              rfk_find_decode_keys<64>(p->cache_type, op));
+        const rf_result r = rfk_enqueue_config(l, keys, c, a);
+        if (r != RF_OK) return r;
+    }
+    c.grid.y = p->decode_splits;
+    if (l->n_rows > RFK_FEW_MAX) /* as many blocks as for so many rows */
+        c.grid.y = p->decode_splits * RFK_FEW_MAX / l->n_rows ? p->decode_splits * RFK_FEW_MAX / l->n_rows : 1;
     void (*kernel)(rfk_decode_attention_args) = RFK_BY_WAVE(l, rfk_find_decode_attention<32>(p->cache_type, op),
                                                          rfk_find_decode_attention<64>(p->cache_type, op));
     return rfk_enqueue_config(l, kernel, c, a);
@@ -9715,13 +10283,13 @@ static rf_result rfk_run_angles(rfk_launching *l) {
         l->index = (uint32_t)(op - p->plan->ops);
         of->table = p->tables + op->rope.table;
         of->freqs = rfk_vector(p, op->weight, 0, &of->freqs_type);
-        of->out = p->angles + i * RFK_MAX_HEAD;
+        of->out = p->angles + i * p->n_few * RFK_MAX_HEAD;
         of->n_rot = op->rope.n_rot;
         of->scale = op->rope.scale;
         max = op->rope.n_rot > max ? op->rope.n_rot : max;
     }
     if (max == 0) return RF_OK;
-    return rfk_enqueue(l, rfk_angles, dim3(rfk_ceil_div(max / 2, RFK_BLOCK), p->n_ropes), RFK_BLOCK, a);
+    return rfk_enqueue(l, rfk_angles, dim3(rfk_ceil_div(max / 2, RFK_BLOCK), p->n_ropes, l->n_rows), RFK_BLOCK, a);
 }
 
 static rf_result rfk_check_step(const rf_prepared *p, const rf_step *step, rf_error *err) {
@@ -9839,11 +10407,21 @@ static rf_result rfk_run_ops(rf_prepared *p, rf_queue *q, const rf_step *step, u
     return r;
 }
 
+/* The ops of a fused launch, as larger steps run them. */
+static rf_result rfk_run_each(rf_prepared *p, rf_queue *q, const rf_step *step, const rfk_fused *f, rf_error *err) {
+    rf_result r = RF_OK;
+    for (uint32_t i = f->first, n; r == RF_OK && i < f->first + f->n_ops; i += n) {
+        n = p->ops[i].together;
+        r = rfk_run_ops(p, q, step, i, f->first + f->n_ops, &n, err);
+    }
+    return r;
+}
+
 /* A launch of a decode step. */
 static rf_result rfk_run_fused(rf_prepared *p, rf_queue *q, const rf_step *step, uint32_t i, rf_error *err) {
     const rfk_fused *f = &p->fused[i];
     rfk_launching l = rfk_begin_launch(p, q, step, err);
-    l.n_rows = 1;
+    l.n_rows = step->n_rows;
     if (i == p->fused_begin) { /* first of all: attention reads them before rfk_wait_previous */
         rf_result r = rfk_run_angles(&l);
         if (r != RF_OK) return r;
@@ -9853,7 +10431,7 @@ static rf_result rfk_run_fused(rf_prepared *p, rf_queue *q, const rf_step *step,
     if (f->kind == RFK_FUSED_MATVEC && p->plan->ops[f->products].rows == RF_ROWS_LOGITS && step->n_logits == 0)
         return RF_OK;
     if (f->kind == RFK_FUSED_MATVEC) return rfk_run_fused_matvec(&l, f);
-    return rfk_run_decode_attention(&l, f);
+    return rfk_has_runs(step) ? rfk_run_each(p, q, step, f, err) : rfk_run_decode_attention(&l, f);
 }
 
 /* Run the ops of segments [first, last). While timing, each op is a launch of its own between two events. */
@@ -9861,7 +10439,7 @@ static rf_result rfk_run_segments(rf_prepared *p, rf_queue *q, uint32_t first, u
                                   rf_error *err) {
     rf_result r = RF_OK;
     rfk_begin_fused(p, p->fused_of[first], p->fused_of[last]);
-    if (step->n_rows == 1 && step->n_logits <= 1 && !p->events) {
+    if (rfk_is_fused_step(p, step)) {
         for (uint32_t i = p->fused_of[first]; r == RF_OK && i < p->fused_of[last]; i++)
             r = rfk_run_fused(p, q, step, i, err);
         return r;
@@ -9905,18 +10483,17 @@ static int rfk_can_replay(const rf_prepared *p, const rf_step *step) {
     return rfk_has_graphs(p) && step->first_logits_row == 0 && step->rows[0].token >= 0;
 }
 
-static hipError_t rfk_end_capture(rf_prepared *p, rf_queue *q) {
+static hipError_t rfk_end_capture(rf_queue *q, hipGraphExec_t *exec) {
     hipGraph_t graph = NULL;
-    hipGraphExec_t exec = NULL;
     hipError_t e = hipStreamEndCapture(q->stream, &graph);
     if (e != hipSuccess) return e;
 #if defined(RFK_NVIDIA)
-    e = cudaGraphInstantiate(&exec, graph, 0);
+    e = cudaGraphInstantiate(exec, graph, 0);
 #else
-    e = hipGraphInstantiate(&exec, graph, NULL, NULL, 0);
+    e = hipGraphInstantiate(exec, graph, NULL, NULL, 0);
 #endif
     (void)hipGraphDestroy(graph);
-    if (e == hipSuccess) p->graph[p->n_graphs++] = exec;
+    if (e != hipSuccess) *exec = NULL;
     return e;
 }
 
@@ -9943,7 +10520,8 @@ static void rfk_capture(rf_prepared *p, rf_queue *q, const rf_step *step) {
         if (e != hipSuccess) break;
         for (; r == RF_OK && i < p->n_fused && p->n_launched - before < max; i++)
             r = rfk_run_fused(p, q, step, i, &ignored);
-        e = rfk_end_capture(p, q);
+        e = rfk_end_capture(q, &p->graph[p->n_graphs]);
+        p->n_graphs += e == hipSuccess;
     }
     p->capturing = 0;
     p->n_captured = p->n_launched - before_all;
@@ -10028,6 +10606,54 @@ static rf_result rfk_replay(rf_prepared *p, rf_queue *q, const rf_step *step, in
     return r;
 }
 
+/* ---- graphs of several rows ---- */
+
+/* Whether the launches of a step of several rows depend on their number alone. Only where replays need no check. */
+static int rfk_can_replay_few(const rf_prepared *p, const rf_step *step) {
+    int ok = __atomic_load_n(&p->dev->graphs, __ATOMIC_RELAXED) == RFK_GRAPHS_ON && !p->no_graphs &&
+             rfk_is_fused_step(p, step) && step->n_rows > 1 && step->n_logits == step->n_rows &&
+             step->first_logits_row == 0 && !rfk_has_runs(step);
+    for (uint32_t i = 0; ok && i < step->n_rows; i++) ok = step->rows[i].token >= 0;
+    return ok;
+}
+
+static void rfk_capture_few(rf_prepared *p, rf_queue *q, const rf_step *step, rfk_few_graph *to) {
+    rf_error ignored;
+    rf_result r = RF_OK;
+    memset(&ignored, 0, sizeof ignored);
+    if (hipStreamBeginCapture(q->stream, hipStreamCaptureModeThreadLocal) != hipSuccess) r = RF_ERR_DEVICE;
+    const int begun = r == RF_OK;
+    const uint32_t before = p->n_launched;
+    p->capturing = 1;
+    rfk_begin_fused(p, 0, p->n_fused);
+    for (uint32_t i = 0; r == RF_OK && i < p->n_fused; i++) r = rfk_run_fused(p, q, step, i, &ignored);
+    p->capturing = 0;
+    to->n_kernels = p->n_launched - before;
+    if (begun && rfk_end_capture(q, &to->exec) == hipSuccess && r == RF_OK) return;
+    (void)hipGetLastError();
+    if (to->exec) (void)hipGraphExecDestroy(to->exec);
+    to->exec = NULL;
+    p->no_graphs = 1;
+}
+
+/* Replay a step of several rows. Captured when two in a row have as many rows and the same weights. */
+static rf_result rfk_replay_few(rf_prepared *p, rf_queue *q, const rf_step *step, int *replayed, rf_error *err) {
+    const uint64_t generation = __atomic_load_n(&p->table->generation, __ATOMIC_RELAXED);
+    rfk_few_graph *graph = &p->few_graph[step->n_rows];
+    if (p->few_generation != generation) {
+        rfk_drop_few_graphs(p);
+        p->few_rows = 0;
+    }
+    if (!graph->exec && p->few_rows == step->n_rows) rfk_capture_few(p, q, step, graph);
+    p->few_generation = generation;
+    p->few_rows = step->n_rows;
+    *replayed = graph->exec != NULL;
+    if (!*replayed) return RF_OK;
+    p->stats.launches += graph->n_kernels;
+    p->stats.submissions++;
+    return rfk_check(p->dev, err, hipGraphLaunch(graph->exec, q->stream), "hipGraphLaunch", "a step", 0);
+}
+
 /* After a failure nothing of the step is running, earlier segments included: the caller may free its memory. */
 static rf_result rfk_plan_run(rf_prepared *p, rf_queue *q, uint32_t first, uint32_t last, const rf_step *step,
                               rf_ticket *ticket, rf_error *err) {
@@ -10046,6 +10672,8 @@ static rf_result rfk_plan_run(rf_prepared *p, rf_queue *q, uint32_t first, uint3
     if (decode) rfk_tune(p);
     const int times = decode && p->tuning.event[0] && !rfk_has_graphs(p);
     if (replayed) r = rfk_replay(p, q, step, &replayed, err);
+    if (r == RF_OK && first == 0 && last == p->n_segments && rfk_can_replay_few(p, step))
+        r = rfk_replay_few(p, q, step, &replayed, err);
     if (times) rfk_before_timed(p, q, 0);
     if (r == RF_OK && !replayed) r = rfk_run_segments(p, q, first, last, step, err);
     if (times) rfk_after_timed(p, q, r);

@@ -96,6 +96,90 @@ static void test_as_cpu(void) {
     printf("    off by %.2g with float weights, %.2g with int8 inputs\n", worst[0], worst[1]);
 }
 
+/* A row's bits are the same alone and in steps of up to 16 rows, whoever's they are. */
+enum { OWN = 17, STRANGER = 16, N_OWN = 3 };
+static const int32_t own_tokens[N_OWN] = {21, 7, 50}; /* small models have 64 */
+
+static rf_result fill_sequence(rig *r, int32_t seq, uint32_t n, uint32_t seed) {
+    int32_t tokens[80];
+    rf_token_row rows[80];
+    mg_tokens(tokens, n, r->n_vocab < 300 ? r->n_vocab : 300, seed);
+    for (uint32_t i = 0; i < n; i++) rows[i] = (rf_token_row){.token = tokens[i], .seq = seq, .pos = RF_POS_NEXT};
+    return rf_session_eval(r->s, rows, n, &r->err);
+}
+
+/* The logits of a step's row: the next token of sequence 0 among n - 1 of strangers. */
+static rf_result step_among(rig *r, uint32_t n, uint32_t k, float *logits) {
+    rf_token_row rows[16];
+    float *out = NULL;
+    for (uint32_t i = 0; i < n; i++)
+        rows[i] = (rf_token_row){.token = (int32_t)((40 + 3 * i + k) % 64), .seq = (int32_t)i + 1, .pos = RF_POS_NEXT, .want_logits = i % 2 == 0};
+    rows[n / 2] = (rf_token_row){.token = own_tokens[k], .pos = RF_POS_NEXT, .want_logits = 1};
+    uint32_t place = 0;
+    for (uint32_t i = 0; i < n / 2; i++) place += (uint32_t)rows[i].want_logits;
+    rf_result res = rf_session_eval(r->s, rows, n, &r->err);
+    if (res == RF_OK) res = rf_session_get_logits(r->s, place, &out, &r->err);
+    if (res == RF_OK) memcpy(logits, out, r->n_vocab * sizeof *logits);
+    return res;
+}
+
+static void rows_case(const mg_buf *file, const char *path, const char *device, uint32_t cache_type, const char *what) {
+#ifdef RF_TEST_EMU
+    static const uint32_t counts[] = {1, 2, 5, 16}; /* the first one is alone */
+#else
+    static const uint32_t counts[] = {1, 2, 3, 5, 8, 16};
+#endif
+    static float alone[N_OWN][MAX_VOCAB], found[MAX_VOCAB];
+    rig r = {0};
+    rf_session_desc sd = {.n_ctx = 96, .n_seq_max = 18, .n_batch = 64, .n_logits_max = 16, .cache_type = cache_type};
+    if (path) CHECK(rf_gguf_open(path, NULL, &r.g, &r.err) == RF_OK, "%s", r.err.text);
+    CHECK(open_rig(&r, file, device, &sd) == RF_OK && fill_sequence(&r, OWN, 70, 1) == RF_OK && fill_sequence(&r, STRANGER, 9, 2) == RF_OK, "%s", r.err.text);
+    for (uint32_t c = 0; c < RFT_COUNT(counts); c++) {
+        CHECK(rf_session_copy(r.s, OWN, 0, &r.err) == RF_OK, "%s", r.err.text);
+        for (int32_t i = 1; i < 16; i++) CHECK(rf_session_copy(r.s, STRANGER, i, &r.err) == RF_OK, "%s", r.err.text);
+        for (uint32_t k = 0; k < N_OWN; k++) {
+            float *to = c ? found : alone[k];
+            CHECK(step_among(&r, counts[c], k, to) == RF_OK, "%s", r.err.text);
+            CHECK(memcmp(to, alone[k], r.n_vocab * sizeof *to) == 0, "%s on %s: token %u has other bits in a step of %u rows, off by %g",
+                  what, device, k, counts[c], distance(to, alone[k], r.n_vocab));
+        }
+    }
+    rf_token_row rows[N_OWN]; /* all rows of one sequence */
+    CHECK(rf_session_copy(r.s, OWN, 0, &r.err) == RF_OK, "%s", r.err.text);
+    for (uint32_t k = 0; k < N_OWN; k++) rows[k] = (rf_token_row){.token = own_tokens[k], .pos = RF_POS_NEXT, .want_logits = 1};
+    CHECK(rf_session_eval(r.s, rows, N_OWN, &r.err) == RF_OK, "%s", r.err.text);
+    for (uint32_t k = 0; k < N_OWN; k++) {
+        float *out = NULL;
+        CHECK(rf_session_get_logits(r.s, k, &out, &r.err) == RF_OK, "%s", r.err.text);
+        CHECK(out && memcmp(out, alone[k], r.n_vocab * sizeof *out) == 0, "%s on %s: token %u has other bits in a step of its sequence", what, device, k);
+    }
+    rig_close(&r);
+}
+
+/* index: of the device; types take turns where there are two. */
+static void rows_on(const char *device, uint32_t index) {
+    static const uint32_t types[] = {MG_Q4_K, MG_Q6_K, MG_Q8_0, MG_Q4_0, MG_Q4_1, MG_Q5_0, MG_Q5_1, MG_Q5_K, MG_Q2_K, MG_Q3_K, MG_IQ4_XS, MG_F16},
+                          caches[] = {RF_CACHE_F16, RF_CACHE_F32, RF_CACHE_F16};
+    static const char *const archs[] = {"llama", "qwen2", "qwen3"},
+                      *const files[] = {"tests/family/qwen35moe.gguf", "tests/family/mixtral.gguf", "tests/family/gemma3-linear.gguf"};
+    char what[64];
+    for (uint32_t t = 0; t < RFT_COUNT(types); t++) {
+        mg_buf file = {0};
+        if (!RF_TYPE_IS_BUILT(types[t]) || (t > 3 && device_name(1) && t % 2 != index)) continue;
+        mg_llama(&file, &(mg_options){.type = types[t], .arch = archs[t % 3], .seed = 3 + t, .n_kv_heads = t % 2 ? 1 : 0,
+                                      .use_mix = t == 0, .mix_type = MG_Q6_K});
+        snprintf(what, sizeof what, "type %u", types[t]);
+        rows_case(&file, NULL, device, caches[t % 3], what);
+        mg_free(&file);
+    }
+    for (size_t i = 0; i < RFT_COUNT(files); i++) rows_case(NULL, files[i], device, RF_CACHE_F16, files[i]);
+}
+
+static void test_rows_alone(void) {
+    rows_on("cpu", 0);
+    for (uint32_t k = 0; k < 2 && device_name(k); k++) rows_on(device_name(k), k);
+}
+
 /* The model of the two tests below: in emulation a small one. */
 static const mg_buf *repeated_model(void) {
 #ifdef RF_TEST_EMU
@@ -474,6 +558,7 @@ int main(int argc, char **argv) {
     RFT_BEGIN(argc, argv);
     if (!device_name(0)) return puts("no usable device"), 1;
     RUN(test_as_cpu);
+    RUN(test_rows_alone);
     RUN(test_repeats);
     RUN(test_two_threads);
     RUN(test_budgets);

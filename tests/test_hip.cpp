@@ -2062,13 +2062,13 @@ static std::vector<float> joined_norm_case(uint32_t type, uint32_t n, uint32_t T
     return found;
 }
 static void test_joined_norm() {
-    static const uint32_t list[][4] = {{RF_TYPE_Q8_0, 256, 70, 0}, {RF_TYPE_Q4_K, 192, 9, 1},
-                                       {RF_TYPE_Q4_0, 100, 66, 1}, {RF_TYPE_Q6_K, 64, 9, 2},
-                                       {RF_TYPE_Q8_0, 102, 9, 1},  {RF_TYPE_Q5_K, 96, 70, 3},
-                                       {RF_TYPE_Q8_0, 288, 9, 5},  {RF_TYPE_Q4_K, 256, 70, 5},
-                                       {RF_TYPE_Q8_0, 256, 9, 6}
+    static const uint32_t list[][4] = {{RF_TYPE_Q8_0, 256, 70, 0}, {RF_TYPE_Q4_K, 192, 33, 1},
+                                       {RF_TYPE_Q4_0, 100, 66, 1}, {RF_TYPE_Q6_K, 64, 33, 2},
+                                       {RF_TYPE_Q8_0, 102, 33, 1},  {RF_TYPE_Q5_K, 96, 70, 3},
+                                       {RF_TYPE_Q8_0, 288, 33, 5},  {RF_TYPE_Q4_K, 256, 70, 5},
+                                       {RF_TYPE_Q8_0, 256, 33, 6}
 #ifndef RF_TEST_EMU /* whose device is too small to cut so many tiles */
-                                       , {RF_TYPE_Q8_0, 4200, 9, 1}
+                                       , {RF_TYPE_Q8_0, 4200, 33, 1}
 #endif
     };
     for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
