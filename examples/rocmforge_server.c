@@ -2802,7 +2802,8 @@ static int open_daemon(void) {
     g.daemon = MHD_start_daemon(flags, 0, NULL, NULL, handle, NULL, MHD_OPTION_SOCK_ADDR, address->ai_addr,
                                 MHD_OPTION_NOTIFY_COMPLETED, completed, NULL, MHD_OPTION_NOTIFY_CONNECTION, connected,
                                 NULL, MHD_OPTION_CONNECTION_LIMIT, g.o.n_connections, MHD_OPTION_CONNECTION_TIMEOUT,
-                                30u, MHD_OPTION_THREAD_POOL_SIZE, (unsigned)N_HTTP_THREADS, MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)65536,
+                                30u, MHD_OPTION_THREAD_POOL_SIZE, (unsigned)N_HTTP_THREADS,
+                                MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)65536,
                                 MHD_OPTION_LISTEN_BACKLOG_SIZE, 1024u, MHD_OPTION_ARRAY, certificate_text ? tls : plain,
                                 MHD_OPTION_END);
     freeaddrinfo(address);

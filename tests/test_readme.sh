@@ -2,7 +2,7 @@
 # the order of the page: ```sh blocks as scripts that stop at the first failure (make test and make deps only as make -n). A ```c or
 # ```cpp block must pass the compiler's warnings; a complete program becomes example.c or example.cpp, and a later block must build
 # and run it. A ```cmake block becomes CMakeLists.txt.
-# `<!-- needs: ITEM... -->` above a block names what it needs: a tool, tool>=version, or a file of the repository. HIPCC_NEW
+# `<!-- needs: ITEM... -->` above a block names what it needs: a tool, tool>=version, a system header, or a file of the repository. HIPCC_NEW
 # may name the hipcc for blocks that want a version of it (tests/make_hipcc.sh). Blocks that need a GPU's compiler are slow.
 . tests/rf_test.sh
 
@@ -29,6 +29,10 @@ missing() {
     case $1 in hipcc\>=*) command=${HIPCC_NEW:-hipcc} ;; esac
     [ ! -e "$dir/tree/$tool" ] || return 1
     case $tool in
+    *.h)
+        echo "#include <$tool>" | cc -fsyntax-only -x c - 2>/dev/null && return 1
+        name="install the package that has $tool (make deps)"
+        ;;
     hipcc | nvcc) name="no GPU compiler ($1)" ;;
     c++) name="install g++ with 'apt-get install g++'" ;;
     *) name="install $tool with 'apt-get install $tool'" ;;
@@ -92,7 +96,8 @@ for line_file in "$dir"/blocks/*.line; do
     if [ -f "$block.sh" ]; then
         commands=$((commands + 1))
         # commands that would recurse or install are only checked for existence
-        sed -e 's/^make \(test\|test-all\|check-c\|deps\)/make -n \1/' -e 's|^\(\./\)*\.ci/run|test -x .ci/run|' "$block.sh" >"$block.run"
+        # and the server listens to a port that others hardly use
+        sed -e "s/\b8080\b/$((20000 + $$ % 20000))/" -e 's/^make \(test\|test-all\|check-c\|deps\)/make -n \1/' -e 's|^\(\./\)*\.ci/run|test -x .ci/run|' "$block.sh" >"$block.run"
         run "$label" "$block.run"
     elif [ -f "$block.cmake" ]; then
         if grep -q '^cmake --build' "$dir"/blocks/*.sh; then pass; else fail "$label" "no commands build it"; fi

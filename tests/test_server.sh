@@ -1,7 +1,7 @@
 # test_server.sh BUILD [quick|slow]: the HTTP server. Quick: its HTTP and APIs, many clients, limits, JSON bodies of all kinds, the load
 # program. Slow: the clients `openai` and `@anthropic-ai/sdk` from npm, the page in headless Chromium, 1,000 connections, leaks.
 . tests/rf_test.sh
-slow="case_npm_clients case_page case_long case_leaks"
+slow="case_npm_clients case_page case_proxy case_long case_leaks"
 
 model=examples/shakespeare-5m.gguf
 server=$build/rocmforge_server
@@ -90,6 +90,34 @@ case_npm_clients() {
     pids=$pid first=$url name=$name.parrot
     start "$dir/parrot.gguf"
     node "$dir/npm/clients.mjs" "$first" "$url"
+    block js | sed "s,http://127.0.0.1:8080,$first," >"$dir/npm/readme.mjs"
+    [ "$(node "$dir/npm/readme.mjs" | wc -c)" -gt 20 ]
+}
+# block LANGUAGE: what README.md has in it
+block() { awk -v want="\`\`\`$1" '$0 == want { on = 1; next } /^```/ { on = 0 } on' README.md; }
+# two servers behind nginx, as README.md has it: streams go through, and one that is gone is left out
+case_proxy() {
+    need_server
+    need nginx nginx-light
+    need curl curl
+    start $model
+    pids=$pid first=${url##*:} name=$name.second
+    start $model
+    port=$((20000 + $$ % 10000)) # below those that systems choose
+    at=$(mkdir -p "$dir/nginx" && cd "$dir/nginx" && pwd)
+    {
+        echo "daemon off; error_log stderr; pid $at/pid; events {}"
+        echo "http { access_log off; client_body_temp_path $at/b; proxy_temp_path $at/p; fastcgi_temp_path $at/f; uwsgi_temp_path $at/u; scgi_temp_path $at/s;"
+        block nginx | sed "s/8080/$port/; s/8081/$first/; s/8082/${url##*:}/"
+        echo "}"
+    } >"$at/nginx.conf"
+    nginx -p "$at" -c "$at/nginx.conf" 2>"$at/log" &
+    pids="$pids $!"
+    for _ in 1 2 3; do
+        curl -sSf --retry 9 --retry-connrefused "http://127.0.0.1:$port/v1/chat/completions" -H 'Content-Type: application/json' \
+            -d '{"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "stream": true}' | grep -q '^data: \[DONE\]'
+        kill $pid 2>/dev/null || true
+    done
 }
 case_page() {
     need_server
