@@ -2143,13 +2143,16 @@ template <int WAVE, int DIM, int N>
 RFK_DEVICE float rfk_delta_token(const rfk_delta_shared<WAVE, DIM> &s, float (&x)[N], uint32_t i, bool row_decays) {
     const uint32_t lanes = WAVE / s.COLS, first = threadIdx.x % WAVE / s.COLS;
     float sk[4] = {0, 0, 0, 0}, sq[4] = {0, 0, 0, 0};
-    RFK_UNROLL(8)
-    for (uint32_t m = 0; m < (uint32_t)N; m += 4) {
-        const float4 k = s.k[i][m / 4 * lanes + first], q = s.q[i][m / 4 * lanes + first];
-        if (row_decays) {
+    if (row_decays) {
+        RFK_UNROLL(8)
+        for (uint32_t m = 0; m < (uint32_t)N; m += 4) {
             const float4 decay = s.decays[i][m / 4 * lanes + first];
             x[m] *= decay.x, x[m + 1] *= decay.y, x[m + 2] *= decay.z, x[m + 3] *= decay.w;
         }
+    }
+    RFK_UNROLL(8)
+    for (uint32_t m = 0; m < (uint32_t)N; m += 4) {
+        const float4 k = s.k[i][m / 4 * lanes + first], q = s.q[i][m / 4 * lanes + first];
         sk[0] += x[m] * k.x, sk[1] += x[m + 1] * k.y, sk[2] += x[m + 2] * k.z, sk[3] += x[m + 3] * k.w;
         sq[0] += x[m] * q.x, sq[1] += x[m + 1] * q.y, sq[2] += x[m + 2] * q.z, sq[3] += x[m + 3] * q.w;
     }
@@ -2164,15 +2167,27 @@ RFK_DEVICE float rfk_delta_token(const rfk_delta_shared<WAVE, DIM> &s, float (&x
     }
     return decay * read + d * s.kq[i]; /* S^T q after the update */
 }
+/* Load or store the lane's values of a column: 4 of every 4 * lanes rows, row `first` on, which is at `state`. */
+template <bool LOAD, int WAVE, int DIM, int N>
+RFK_DEVICE void rfk_delta_state(const rfk_delta_args &a, float (&x)[N], float *state, uint32_t first, bool inside) {
+    RFK_UNROLL(32)
+    for (uint32_t m = 0; m < (uint32_t)N; m++) {
+        const uint32_t row = m / 4 * (4 * WAVE / RFK_DELTA_COLS(WAVE, DIM)) + m % 4;
+        if (!inside || first + row >= a.head_dim) continue;
+        if (LOAD) x[m] = state[(size_t)row * a.head_dim_v];
+        else state[(size_t)row * a.head_dim_v] = x[m];
+    }
+}
 template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_delta(rfk_delta_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
     typedef rfk_delta_shared<WAVE, DIM> shared;
     RFK_SHARED(shared, s);
     const int N = DIM * shared::COLS / WAVE;
-    const uint32_t TOKENS = shared::TOKENS, COLS = shared::COLS, lanes = WAVE / COLS, h = blockIdx.y,
-                   first = 4 * (threadIdx.x % WAVE / COLS), /* value m of the lane: 4 of every 4 * lanes */
+    const uint32_t TOKENS = shared::TOKENS, COLS = shared::COLS, h = blockIdx.y,
+                   first = 4 * (threadIdx.x % WAVE / COLS),
                    col = (blockIdx.x * 4 + threadIdx.x / WAVE) * COLS + threadIdx.x % COLS;
     const int32_t seq = (int32_t)blockIdx.z;
+    const bool inside = col < a.head_dim_v;
     const size_t width = (size_t)a.n_heads * a.head_dim * a.head_dim_v,
                  at = ((size_t)h * a.head_dim + first) * a.head_dim_v + col;
     float x[N];
@@ -2197,21 +2212,12 @@ template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_de
             if (rfk_shuffle<WAVE>(seqs, i) != seq) continue;
             const uint32_t slot_from = begun ? 0 : rfk_shuffle<WAVE>(from, i), slot_to = rfk_shuffle<WAVE>(to, i);
             begun = true;
-            RFK_UNROLL(32)
-            for (uint32_t m = 0; m < (uint32_t)N; m++) {
-                const uint32_t row = m / 4 * (4 * lanes) + m % 4;
-                if (slot_from && col < a.head_dim_v && first + row < a.head_dim)
-                    x[m] = a.state[(slot_from - 1) * width + at + (size_t)row * a.head_dim_v];
-            }
+            if (slot_from)
+                rfk_delta_state<true, WAVE, DIM>(a, x, a.state + (slot_from - 1) * width + at, first, inside);
             const float y = rfk_delta_token(s, x, i, a.n_decays > 1);
-            if (col < a.head_dim_v && first == 0)
-                a.out[(size_t)(t0 + i) * a.out_stride + (size_t)h * a.head_dim_v + col] = y;
-            RFK_UNROLL(32)
-            for (uint32_t m = 0; m < (uint32_t)N; m++) {
-                const uint32_t row = m / 4 * (4 * lanes) + m % 4;
-                if (slot_to && col < a.head_dim_v && first + row < a.head_dim)
-                    a.state[(slot_to - 1) * width + at + (size_t)row * a.head_dim_v] = x[m];
-            }
+            if (inside && first == 0) a.out[(size_t)(t0 + i) * a.out_stride + (size_t)h * a.head_dim_v + col] = y;
+            if (slot_to)
+                rfk_delta_state<false, WAVE, DIM>(a, x, a.state + (slot_to - 1) * width + at, first, inside);
         }
     }
 }
@@ -6116,11 +6122,11 @@ RFK_DEVICE void rfk_flash_values(rfk_operand &o, const rfk_flash_tile<HEAD> &til
 #endif
 }
 
-/* Load a wave's queries as operands. */
+/* Load a wave's queries as operands; the lower halves count 1 / lower_scale. */
 template <int WAVE, int HEAD>
 RFK_DEVICE void rfk_flash_queries(rfk_flash_wave<WAVE, HEAD> &w, const rfk_attention_args &a, uint32_t row0,
-                                  uint32_t last, uint32_t lane) {
-    const uint32_t kind = RFK_MATRIX, group = a.n_heads / a.n_kv_heads,
+                                  uint32_t last, float lower_scale) {
+    const uint32_t kind = RFK_MATRIX, group = a.n_heads / a.n_kv_heads, lane = threadIdx.x % WAVE,
                    words = kind == RFK_MATRIX_WMMA11 ? 8 : 128 / WAVE,
                    first = kind == RFK_MATRIX_SM80     ? lane % 4 * 2
                            : kind == RFK_MATRIX_WMMA11 ? 0
@@ -6148,7 +6154,7 @@ RFK_DEVICE void rfk_flash_queries(rfk_flash_wave<WAVE, HEAD> &w, const rfk_atten
             const float x0 = factor * q[n][at], x1 = factor * q[n][at + 1];
             const uint32_t upper = rfk_pack_halves(rfk_flash_normal(x0), rfk_flash_normal(x1));
             w.upper[g].r[i] = (int)upper;
-            w.lower[g].r[i] = (int)rfk_rest_halves(x0, x1, upper, RFK_FLASH_LOWER);
+            w.lower[g].r[i] = (int)rfk_rest_halves(x0, x1, upper, lower_scale);
             if (kind == RFK_MATRIX_WMMA11 && lane >= 16) w.upper[g].r[i] = w.lower[g].r[i];
         }
         rfk_schedule_fence();
@@ -6444,7 +6450,7 @@ static __global__ void RFK_THREADS(RFK_FLASH_WAVES(HEAD) * WAVE) rfk_flash(rfk_a
     w.row16 = threadIdx.x / WAVE / PARTS * 16;
     w.from16 = threadIdx.x / WAVE % PARTS * w.DEPTH;
     for (uint32_t n = 0; n < 2; n++) w.row[n] = w.row16 + rfk_flash_query(lane, n);
-    rfk_flash_queries(w, a, row0, last, lane);
+    rfk_flash_queries(w, a, row0, last, RFK_FLASH_LOWER);
     const int4 zero = {0, 0, 0, 0};
     for (uint32_t i = threadIdx.x; dim < HEAD && i < RFK_FLASH_CELLS * HEAD / 8; i += THREADS)
         for (size_t t = 0; i % (HEAD / 8) >= dim / 8 && t < sizeof s.tile / sizeof *s.tile; t++)
@@ -6489,6 +6495,196 @@ static __global__ void RFK_THREADS(RFK_FLASH_WAVES(HEAD) * WAVE) rfk_flash(rfk_a
         }
         rfk_flash_end(w, a, row0);
     }
+}
+
+/* ---- many rows, by wgmma ----
+ * The same for heads of up to 128 values in halves: two warpgroups of 64 queries each take 64 positions at a time.
+ * Their units keep subnormal halves: both halves of a query add to the same sum. */
+
+#define RFK_FLASH_WGMMA_CELLS 64u
+#define RFK_FLASH_WGMMA_HEAD 128
+#define RFK_FLASH_WGMMA_QUERIES 128u
+struct rfk_flash_panel { /* 64 values of a head each, rfk_swizzled */
+    int4 k[2][RFK_FLASH_WGMMA_CELLS][8], v[2][RFK_FLASH_WGMMA_CELLS][8];
+};
+#define RFK_FLASH_WGMMA_BYTES ((uint32_t)(2 * sizeof(rfk_flash_panel)) + 1024)
+
+#if defined(RFK_HAS_WGMMA)
+#if defined(ROCMFORGE_HIP_EMU)
+template <int N> RFK_DEVICE void rfk_wgmma_done(float *) {}
+/* Two halves of a panel's position, adjacent values. */
+RFK_DEVICE int rfk_panel_word(const int4 (*panel)[8], uint32_t cell, uint32_t value) {
+    return reinterpret_cast<const int *>(&panel[cell][rfk_swizzled(cell, value / 8)])[value % 8 / 2];
+}
+RFK_DEVICE void rfk_wgmma_keys(float *sum, const rfk_operand &q, const int4 (*k)[8], uint32_t step) {
+    const uint32_t lane = threadIdx.x % 32;
+    for (uint32_t n = 0; n < 8; n++) {
+        int b[2];
+        for (uint32_t j = 0; j < 2; j++) b[j] = rfk_panel_word(k, 8 * n + lane / 4, 16 * step + lane % 4 * 2 + 8 * j);
+        hip_emu_mma_m16n8k16_f16(sum + 4 * n, q.r, b);
+    }
+}
+RFK_DEVICE void rfk_wgmma_values(float *sum, const rfk_operand &p, const int4 (*v)[8], uint32_t cell0) {
+    const uint32_t lane = threadIdx.x % 32;
+    for (uint32_t n = 0; n < 16; n++) {
+        const uint32_t value = n % 8 * 8 + lane / 4;
+        int b[2] = {0, 0};
+        for (uint32_t j = 0; j < 4; j++) {
+            const uint32_t word = (uint32_t)rfk_panel_word(v + n / 8 * RFK_FLASH_WGMMA_CELLS,
+                                                           cell0 + lane % 4 * 2 + j / 2 * 8 + j % 2, value / 2 * 2);
+            b[j / 2] |= (int)((value % 2 ? word >> 16 : word & 0xffff) << 16 * (j % 2));
+        }
+        hip_emu_mma_m16n8k16_f16(sum + 4 * n, p.r, b);
+    }
+}
+#else
+/* Results of products that are complete; not before, for the compiler. */
+template <int N> RFK_DEVICE void rfk_wgmma_done(float *sum) {
+    RFK_UNROLL(8)
+    for (int i = 0; i < N; i += 8) asm volatile("" : RFK_WGMMA_8(sum + i)::"memory");
+}
+/* sum += 64 queries times 64 keys over 16 values, asynchronously. */
+RFK_DEVICE void rfk_wgmma_keys(float *sum, const rfk_operand &q, const int4 (*k)[8], uint32_t step) {
+    asm volatile("{.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+                 "{%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}"
+                 : RFK_WGMMA_8(sum), RFK_WGMMA_8(sum + 8), RFK_WGMMA_8(sum + 16), RFK_WGMMA_8(sum + 24)
+                 : "r"(q.r[0]), "r"(q.r[1]), "r"(q.r[2]), "r"(q.r[3]), "l"(rfk_wgmma_operand(&k[0][2 * step])), "r"(1));
+}
+/* sum += 64 weights times 128 values of 16 positions, asynchronously: the operand is transposed, its two panels are
+ * the descriptor's leading dimension. */
+RFK_DEVICE void rfk_wgmma_values(float *sum, const rfk_operand &p, const int4 (*v)[8], uint32_t cell0) {
+    const uint64_t operand = (rfk_wgmma_operand(v[cell0]) & ~((uint64_t)0x3fff << 16)) |
+                             (uint64_t)(RFK_FLASH_WGMMA_CELLS * 128 >> 4) << 16;
+    asm volatile("{.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+                 "{%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}"
+                 : RFK_WGMMA_64(sum)
+                 : "r"(p.r[0]), "r"(p.r[1]), "r"(p.r[2]), "r"(p.r[3]), "l"(operand), "r"(1));
+}
+#endif
+
+/* Copy keys and values of 64 positions, those outside [first, end) from the nearest in it. */
+RFK_DEVICE void rfk_panel_fetch(rfk_flash_panel &to, const uint16_t *k, const uint16_t *v, uint32_t dim, uint32_t first,
+                                uint32_t end) {
+    const uint32_t chunk = threadIdx.x % 16;
+    RFK_UNROLL(4)
+    for (uint32_t j = 0; chunk < dim / 8 && j < RFK_FLASH_WGMMA_CELLS / 16; j++) {
+        const uint32_t cell = threadIdx.x / 16 + 16 * j, from = rfk_flash_cell(cell, first, end),
+                       word = rfk_swizzled(cell, chunk % 8);
+        rfk_copy16(&to.k[chunk / 8][cell][word], reinterpret_cast<const int4 *>(k + (size_t)from * dim) + chunk);
+        rfk_copy16(&to.v[chunk / 8][cell][word], reinterpret_cast<const int4 *>(v + (size_t)from * dim) + chunk);
+    }
+}
+
+/* A warpgroup's step over 64 positions. */
+RFK_DEVICE void rfk_panel_step(rfk_flash_wave<32, RFK_FLASH_WGMMA_HEAD> &w, const rfk_flash_panel &panel,
+                               const rfk_attention_args &a, uint32_t cell0) {
+    float x[2][2][8], keep[2], less[2], *scores = x[0][0], *sums = w.sum_of[0];
+    RFK_UNROLL(32)
+    for (int i = 0; i < 32; i++) scores[i] = 0;
+    rfk_wgmma_fence();
+    RFK_UNROLL(8)
+    for (uint32_t g = 0; g < 8; g++) {
+        rfk_wgmma_keys(scores, w.upper[g], panel.k[g / 4], g % 4);
+        rfk_wgmma_keys(scores, w.lower[g], panel.k[g / 4], g % 4);
+    }
+    rfk_wgmma_commit();
+    rfk_wgmma_wait<0>();
+    rfk_wgmma_done<32>(scores);
+    RFK_UNROLL(2)
+    for (uint32_t h = 0; h < 2; h++) rfk_flash_scores<32>(w, a, cell0 + RFK_FLASH_CELLS * h, x[h]);
+    RFK_UNROLL(2)
+    for (uint32_t n = 0; n < 2; n++) {
+        float top = w.largest[n];
+        RFK_UNROLL(32)
+        for (uint32_t i = 0; i < 32; i++)
+            if (i % 4 / 2 == n) top = fmaxf(top, scores[i]);
+        top = rfk_flash_top<32>(top);
+        keep[n] = rfk_exp2(w.largest[n] - top);
+        w.largest[n] = top;
+        less[n] = top - RFK_FLASH_WEIGHT_LOG2;
+        w.sum[n] *= keep[n];
+    }
+    if (rfk_any<32>(keep[0] != 1 || keep[1] != 1)) {
+        RFK_UNROLL(64)
+        for (uint32_t i = 0; i < 64; i++) sums[i] *= keep[i % 4 / 2];
+    }
+    rfk_flash_operands o[4];
+    RFK_UNROLL(4)
+    for (uint32_t h = 0; h < 4; h++) rfk_flash_weigh<32, uint16_t>(o[h], x[h / 2][h % 2], less, w.sum);
+    rfk_wgmma_fence();
+    RFK_UNROLL(4)
+    for (uint32_t h = 0; h < 4; h++) {
+        rfk_wgmma_values(sums, o[h].upper, panel.v[0], 16 * h);
+        rfk_wgmma_values(sums, o[h].lower, panel.v[0], 16 * h);
+    }
+    rfk_wgmma_commit();
+    rfk_wgmma_wait<0>();
+    rfk_wgmma_done<64>(sums);
+}
+#endif
+
+/* grid and order as rfk_flash's   block 256   LDS 65 KiB   rows_per_block = 128 / heads of a group */
+static __global__ void RFK_THREADS(2 * RFK_WARPGROUP) rfk_flash_wgmma(rfk_attention_args a) {
+#if defined(RFK_HAS_WGMMA)
+    RFK_DYNAMIC(int4, memory);
+    typedef rfk_flash_panel rfk_panels[2];
+    rfk_panels &panel = rfk_wgmma_memory<rfk_panels>(memory);
+    const uint32_t CELLS = RFK_FLASH_WGMMA_CELLS, dim = a.head_dim, lane = threadIdx.x % 32,
+                   blocks = gridDim.x / a.n_kv_heads,
+                   place = blockIdx.x < a.reverse_from ? blockIdx.x : gridDim.x - 1 - (blockIdx.x - a.reverse_from),
+                   row0 = (blocks - 1 - place / a.n_kv_heads) * a.rows_per_block,
+                   last = row0 + a.rows_per_block < a.n_rows ? row0 + a.rows_per_block : a.n_rows;
+    rfk_flash_wave<32, RFK_FLASH_WGMMA_HEAD> w;
+    w.kv_head = place % a.n_kv_heads;
+    w.row16 = threadIdx.x / 32 * 16;
+    w.from16 = 0;
+    for (uint32_t n = 0; n < 2; n++) w.row[n] = w.row16 + rfk_flash_query(lane, n);
+    rfk_flash_queries(w, a, row0, last, 1.0f);
+    const int4 zero = {0, 0, 0, 0};
+    int4 *words = &panel[0].k[0][0][0];
+    for (uint32_t i = threadIdx.x; dim < RFK_FLASH_WGMMA_HEAD && i < sizeof panel / 16; i += blockDim.x)
+        words[i] = zero;
+    for (uint32_t row = row0, end; row < last; row = end) {
+        end = rfk_flash_run_end<32>(a.rows, row, last, lane);
+        const size_t head = ((size_t)a.rows[row].seq * a.n_kv_heads + w.kv_head) * a.n_cells;
+        const uint16_t *k = (const uint16_t *)a.k + head * dim, *v = (const uint16_t *)a.v + head * dim;
+        const uint32_t length = (uint32_t)a.rows[end - 1].pos + 1;
+        uint32_t seen = (uint32_t)a.rows[row].pos + 1, tile = 0; /* the first position that any row of the run sees */
+        seen = a.window && seen > a.window ? seen - a.window : 0;
+        uint32_t cell0 = seen / CELLS * CELLS, at = cell0 % a.n_cells;
+        __syncthreads();
+        rfk_panel_fetch(panel[0], k + (size_t)at * dim, v + (size_t)at * dim, dim, seen - cell0, length - cell0);
+        rfk_flash_begin(w, a, row0, row, end);
+        /* of the warpgroup: all its waves take part in a product */
+        const uint32_t group = a.n_heads / a.n_kv_heads, first = row0 + w.row16 / 64 * 64 / group,
+                       final = row0 + (w.row16 / 64 * 64 + 63) / group;
+        const bool some = first < end && final >= row;
+        const int32_t lowest = some ? a.rows[first > row ? first : row].pos : 0,
+                      highest = some ? a.rows[final < end ? final : end - 1].pos : -1;
+        for (; cell0 < length; cell0 += CELLS, tile = 1 - tile) {
+            rfk_wait_copies();
+            rfk_fence_async_proxy();
+            __syncthreads();
+            const uint32_t next = cell0 + CELLS;
+            at = at + CELLS < a.n_cells ? at + CELLS : 0;
+            if (next < length)
+                rfk_panel_fetch(panel[1 - tile], k + (size_t)at * dim, v + (size_t)at * dim, dim, 0, length - next);
+            if ((int32_t)cell0 <= highest && (a.window == 0 || lowest - (int32_t)next < (int32_t)a.window - 1))
+                rfk_panel_step(w, panel[tile], a, cell0);
+        }
+        rfk_flash_end(w, a, row0);
+    }
+#else
+    (void)a;
+#endif
 }
 
 /* ---- one row ----
@@ -7968,6 +8164,9 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
             if (flash[i].shared_bytes <= d->shared_bytes)
                 (void)cudaFuncSetAttribute((const void *)flash[i].run, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                            (int)flash[i].shared_bytes);
+        if (cudaFuncSetAttribute((const void *)rfk_flash_wgmma, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 RFK_FLASH_WGMMA_BYTES) != cudaSuccess)
+            d->wgmma = 0;
         (void)cudaGetLastError();
     }
 #endif
@@ -9630,6 +9829,26 @@ static rf_result rfk_run_any_attention(const rfk_launching *l, const rfk_attenti
     return rfk_enqueue(l, kernel, dim3(l->n_rows, att->n_heads), RFK_BLOCK, x);
 }
 
+static rfk_flash_kernel rfk_choose_flash(const rfk_launching *l) {
+    const rf_attention_params *att = &l->op->attention;
+    const rf_dev *d = l->p->dev;
+    const rfk_flash_kernel wgmma = {rfk_flash_wgmma, 8, RFK_FLASH_WGMMA_QUERIES, RFK_FLASH_WGMMA_BYTES};
+    if (l->p->cache_type == RF_CACHE_Q8_0) return rfk_find_flash<rfk_q8>(d, att->head_dim);
+    if (d->wgmma && att->head_dim > 64 && att->head_dim <= RFK_FLASH_WGMMA_HEAD &&
+        att->n_heads / att->n_kv_heads * l->n_rows >= RFK_FLASH_WGMMA_QUERIES)
+        return wgmma;
+    return rfk_find_flash<uint16_t>(d, att->head_dim);
+}
+
+static rf_result rfk_run_flash(const rfk_launching *l, const rfk_flash_kernel *flash, rfk_attention_args *a) {
+    a->rows_per_block = flash->queries / (a->n_heads / a->n_kv_heads);
+    const uint32_t blocks = rfk_ceil_div(l->n_rows, a->rows_per_block) * a->n_kv_heads,
+                   units = l->p->dev->info.compute_units;
+    a->reverse_from = blocks <= 2 * units ? units : blocks;
+    const rfk_config c = {dim3(blocks), dim3(flash->waves * l->p->dev->wave), flash->shared_bytes, 0, l->q->stream};
+    return rfk_enqueue_config(l, flash->run, c, *a);
+}
+
 static rf_result rfk_run_attention(const rfk_launching *l) {
     const rf_op *op = l->op;
     const rf_attention_params *att = &op->attention;
@@ -9666,16 +9885,8 @@ static rf_result rfk_run_attention(const rfk_launching *l) {
     a.temperature = att->temperature;
     a.temperature_length = att->temperature_length;
     if (rfk_is_any_attention(op, longest)) return rfk_run_any_attention(l, &a);
-    const rfk_flash_kernel flash = p->cache_type == RF_CACHE_Q8_0 ? rfk_find_flash<rfk_q8>(p->dev, att->head_dim)
-                                                                  : rfk_find_flash<uint16_t>(p->dev, att->head_dim);
-    if (rfk_takes_flash(l, &flash)) {
-        a.rows_per_block = flash.queries / group;
-        const uint32_t blocks = rfk_ceil_div(l->n_rows, a.rows_per_block) * att->n_kv_heads,
-                       units = p->dev->info.compute_units;
-        a.reverse_from = blocks <= 2 * units ? units : blocks;
-        const rfk_config config = {dim3(blocks), dim3(flash.waves * p->dev->wave), flash.shared_bytes, 0, l->q->stream};
-        return rfk_enqueue_config(l, flash.run, config, a);
-    }
+    const rfk_flash_kernel flash = rfk_choose_flash(l);
+    if (rfk_takes_flash(l, &flash)) return rfk_run_flash(l, &flash, &a);
     dim3 grid(rfk_ceil_div(l->n_rows, a.rows_per_block), att->n_kv_heads * rfk_ceil_div(group, a.heads_per_block),
               rfk_ceil_div(longest, a.split_cells));
     bool wide = att->head_dim > RFK_MAX_HEAD || att->head_dim_v > RFK_MAX_HEAD;

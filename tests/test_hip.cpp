@@ -2933,6 +2933,12 @@ static void test_bfloats() {
     OtherUnits units(0, HIP_EMU_SM90, 0);
     CHECK(has_bfloats(0), "no bfloats");
     bfloats_cases(0);
+    /* attention by wgmma: 128 queries and more of heads of 65 to 128 values in halves */
+    AttentionCase prompts[] = {{4, 2, 128, 128, 130, 40, RF_CACHE_F16, 0, 0},
+                               {3, 1, 80, 80, 100, 70, RF_CACHE_F16, 0, 0, 0, 11},
+                               {8, 1, 96, 96, 300, 40, RF_CACHE_F16, 0, 0, 40, 5, false, true},
+                               {1, 2, 128, 128, 200, 200, RF_CACHE_F16, 0, 0, 70, 8, false, true}};
+    for (size_t i = 0; i < sizeof prompts / sizeof *prompts; i++) attention_case(prompts[i]);
 }
 
 /* Units that give lanes the results of others: found when the device is opened, for every instruction there is; products
