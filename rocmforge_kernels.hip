@@ -2009,10 +2009,11 @@ static __global__ void RFK_THREADS(RFK_CONV_CHANNELS * RFK_CONV_GROUPS) rfk_conv
             RFK_UNROLL(8)
             for (uint32_t j = 0; j < RF_MAX_TAPS; j++) sum += w[j] * x[j];
             a.out[(size_t)(t0 + i) * a.out_stride + c] = rfk_activate(a.activation, sum + bias);
+            if (to == 0) continue;
             RFK_UNROLL(8)
             for (uint32_t j = 1; j < RF_MAX_TAPS; j++) {
                 const uint32_t past = j + a.n_taps - RF_MAX_TAPS - 1;
-                if (to && past < a.n_taps - 1) a.state[((size_t)(to - 1) * (a.n_taps - 1) + past) * a.n + c] = x[j];
+                if (past < a.n_taps - 1) a.state[((size_t)(to - 1) * (a.n_taps - 1) + past) * a.n + c] = x[j];
             }
         }
     }
@@ -2260,10 +2261,11 @@ template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_sc
     for (uint32_t t = 0; t < a.n_rows; t++) {
         rf_step_row row = a.rows[t];
         if (row.seq != (int32_t)blockIdx.y) continue;
-        RFK_UNROLL(64)
-        for (uint32_t m = 0; m < DIM / lanes; m++)
-            if (!begun && row.from && inside && m * lanes + first < a.n_state)
-                s[m] = a.state[(row.from - 1) * width + at + m * step];
+        if (!begun && row.from && inside) {
+            RFK_UNROLL(64)
+            for (uint32_t m = 0; m < DIM / lanes; m++)
+                if (m * lanes + first < a.n_state) s[m] = a.state[(row.from - 1) * width + at + m * step];
+        }
         begun = true;
         const float *in = a.in + (size_t)t * a.in_stride, *b = in + n_x + (size_t)group * a.n_state + first,
                     *c = b + (size_t)a.n_groups * a.n_state;
@@ -2278,10 +2280,10 @@ template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_sc
         }
         sum = rfk_column_sum<WAVE, DIM>(sum);
         if (inside && first == 0) a.out[(size_t)t * a.out_stride + col] = sum + skip * x;
+        if (row.to == 0 || !inside) continue;
         RFK_UNROLL(64)
         for (uint32_t m = 0; m < DIM / lanes; m++)
-            if (row.to && inside && m * lanes + first < a.n_state)
-                a.state[(row.to - 1) * width + at + m * step] = s[m];
+            if (m * lanes + first < a.n_state) a.state[(row.to - 1) * width + at + m * step] = s[m];
     }
 }
 
@@ -9844,7 +9846,7 @@ static rf_result rfk_run_flash(const rfk_launching *l, const rfk_flash_kernel *f
     a->rows_per_block = flash->queries / (a->n_heads / a->n_kv_heads);
     const uint32_t blocks = rfk_ceil_div(l->n_rows, a->rows_per_block) * a->n_kv_heads,
                    units = l->p->dev->info.compute_units;
-    a->reverse_from = blocks <= 2 * units ? units : blocks;
+    a->reverse_from = flash->waves == 4 && blocks <= 2 * units ? units : blocks; /* 8 fill a multiprocessor */
     const rfk_config c = {dim3(blocks), dim3(flash->waves * l->p->dev->wave), flash->shared_bytes, 0, l->q->stream};
     return rfk_enqueue_config(l, flash->run, c, *a);
 }
