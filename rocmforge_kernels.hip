@@ -10630,6 +10630,17 @@ static rf_result rfk_run_each(rf_prepared *p, rf_queue *q, const rf_step *step, 
     return r;
 }
 
+/* A launch of a decode step with several rows. Matvecs and attention take them; what else is fused for one row alone
+ * runs as ops. */
+static rf_result rfk_run_rows(rfk_launching *l, const rfk_fused *f) {
+    if (f->kind == RFK_FUSED_MATVEC)
+        return l->p->plan->ops[f->products].rows == RF_ROWS_LOGITS && l->step->n_logits == 0
+                   ? RF_OK
+                   : rfk_run_fused_matvec(l, f);
+    if (f->kind == RFK_FUSED_ATTENTION && !rfk_has_runs(l->step)) return rfk_run_decode_attention(l, f);
+    return rfk_run_each(l->p, l->q, l->step, f, l->err);
+}
+
 /* A launch of a decode step. */
 static rf_result rfk_run_fused(rf_prepared *p, rf_queue *q, const rf_step *step, uint32_t i, rf_error *err) {
     const rfk_fused *f = &p->fused[i];
@@ -10639,12 +10650,13 @@ static rf_result rfk_run_fused(rf_prepared *p, rf_queue *q, const rf_step *step,
         rf_result r = rfk_run_angles(&l);
         if (r != RF_OK) return r;
     }
+    if (l.n_rows > 1) return rfk_run_rows(&l, f);
     uint32_t n = f->n_ops;
     if (f->kind == RFK_FUSED_OP) return rfk_run_ops(p, q, step, f->first, f->first + n, &n, err);
     if (f->kind == RFK_FUSED_MATVEC && p->plan->ops[f->products].rows == RF_ROWS_LOGITS && step->n_logits == 0)
         return RF_OK;
     if (f->kind == RFK_FUSED_MATVEC) return rfk_run_fused_matvec(&l, f);
-    return rfk_has_runs(step) ? rfk_run_each(p, q, step, f, err) : rfk_run_decode_attention(&l, f);
+    return rfk_run_decode_attention(&l, f);
 }
 
 /* Run the ops of segments [first, last). While timing, each op is a launch of its own between two events. */
