@@ -1459,6 +1459,7 @@ ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active,
 
 #define RF_MAX_TAPS 8u       /* of a CONV    */
 #define RF_MAX_EXPERTS 1024u /* of a layer   */
+#define RF_MAX_BLENDS 256u   /* of a BLEND   */
 
 typedef enum rf_op_rows { RF_ROWS_TOKENS = 0, RF_ROWS_LOGITS = 1 } rf_op_rows;
 
@@ -1475,7 +1476,8 @@ typedef enum rf_activation {
     RF_ACT_SILU_MIN = 9, /* SILU of min(in, limit), times in2 clamped to -limit .. limit                             */
     RF_ACT_MIN_SILU = 10, /* min(SILU of in, limit), times in2 clamped to -limit .. limit                            */
     RF_ACT_XIELU = 11,  /* alpha_p x^2 + beta x for x > 0, else alpha_n (e^min(x, eps) - 1 - x) + beta x             */
-    RF_ACT_COUNT = 12
+    RF_ACT_SITU = 12,   /* limit * tanh(in / limit) / (1 + e^-in) * beta * tanh(in2 / beta); beta 0: times in2     */
+    RF_ACT_COUNT = 13
 } rf_activation;
 
 /* EMBED: out[T, n] = scale * W[token], or the row's own embedding if it has no token. Under RF_OP_POSITIONS:
@@ -1561,7 +1563,7 @@ typedef struct rf_index_params {
 typedef struct rf_glu_params {
     uint32_t n, in2_at;
     uint32_t activation; /* rf_activation                  */
-    float limit;         /* of RF_ACT_CLAMP and those with MIN */
+    float limit;         /* of RF_ACT_CLAMP, _SITU and those with MIN */
     uint32_t repeat;     /* 0: 1                           */
     float alpha_p, alpha_n, beta, eps; /* of RF_ACT_XIELU  */
 } rf_glu_params;
@@ -1625,7 +1627,8 @@ typedef struct rf_conv_params {
  *   S *= exp(softplus(in3[h] + bias[h]) * weight[h]);   d = sigmoid(in2[h]) * (v - S^T k')
  *   S += k' d^T;   out = scale * S^T q'
  * With n_decays head_dim each row of S has a decay of its own: in3[h, row] and bias[h, row] (Kimi delta attention,
- * arXiv 2510.26692). With a lower_bound other than 0 it is exp(lower_bound * sigmoid((in3 + bias) * weight[h])). */
+ * arXiv 2510.26692). With a lower_bound below 0 it is exp(lower_bound * sigmoid((in3 + bias) * weight[h])), with one
+ * above 0 exp(-lower_bound * sigmoid(-(in3 + bias) * weight[h])). */
 typedef struct rf_delta_params {
     uint32_t n_heads, n_k_heads, head_dim, head_dim_v;
     float scale, eps;
@@ -1652,6 +1655,14 @@ typedef struct rf_scan_params {
     uint32_t n_decays; /* 1 or n_state */
     uint32_t decays;   /* without weight */
 } rf_scan_params;
+
+/* BLEND, attention over the residual streams of earlier layers (Kimi K3): out[T, n] = sum over k of p[k] * x[k], where
+ * x[k] are n_banked vectors in[T, n_banked, n], then in2[T, n], and p = softmax(weight[n] . norm(x[k])),
+ * norm(x) = x / sqrt(mean(x^2) + eps). out may be in2. */
+typedef struct rf_blend_params {
+    uint32_t n, n_banked;
+    float eps;
+} rf_blend_params;
 
 /* The one table of ops: X(KIND, id, member, rows, flags, operands).
  *   member    of rf_op's union, also the op's name       rows   RF_OP_ANY_ROWS, or the only rf_op_rows there may be
@@ -1726,7 +1737,7 @@ typedef struct rf_scan_params {
         rf_op_vector_if(s, op->factor, op->flags & RF_OP_EACH_HEAD ? p->n : 1); \
         rf_op_need(s, p->activation < RF_ACT_COUNT, "the activation is unknown"); \
         rf_op_need(s, (p->activation != RF_ACT_OAI && p->activation != RF_ACT_SILU_MIN && \
-                       p->activation != RF_ACT_MIN_SILU) || \
+                       p->activation != RF_ACT_MIN_SILU && p->activation != RF_ACT_SITU) || \
                    (op->in2 != RF_NONE && p->repeat <= 1), "this activation needs in2, a value for each"); \
     }) \
     X(GATHER, 7, gather, RF_ROWS_LOGITS, 0, { \
@@ -1829,6 +1840,14 @@ typedef struct rf_scan_params {
         rf_op_need(s, p->list_unit > 0 && p->n_local <= p->n_listed && p->n_listed > 0, \
                    "the blocks do not fit"); \
         rf_op_need(s, op->out != op->in && op->out != op->in2, "out must not be an input"); \
+    }) \
+    X(BLEND, 18, blend, RF_ROWS_TOKENS, 0, { \
+        rf_op_in(s, op->in, (uint64_t)p->n_banked * p->n); \
+        rf_op_in(s, op->in2, p->n); \
+        rf_op_vector(s, op->weight, p->n); \
+        rf_op_out(s, p->n); \
+        rf_op_need(s, p->n_banked < RF_MAX_BLENDS, "too many vectors"); \
+        rf_op_need(s, op->out != op->in, "out must not be in"); \
     })
 
 #define RF_OP_ANY_ROWS 0xffu
@@ -7281,6 +7300,8 @@ typedef struct rfi_config {
     rfi_indexer_config indexer;
     uint32_t pooling;                 /* rf_pooling of rf_session_embed             */
     uint32_t activation;              /* rf_activation of the FFN                   */
+    double situ_linear_beta;          /* beta of RF_ACT_SITU                        */
+    uint32_t residual_block;          /* the residual stream of every so many layers is kept for BLEND; 0: of none */
     double embedding_scale, residual_scale, logit_scale; /* 0: none              */
     double attention_scale;           /* of scores; 0: 1/sqrt(head_dim)             */
     double attention_softcap, logit_softcap, temperature; /* 0: none             */
@@ -7606,6 +7627,19 @@ static void rfi_config_xielu(rfi_key_reader *k, rfi_config *c) {
     }
 }
 
+/* RF_ACT_SITU, and the layers whose residual streams are kept for BLEND. */
+static void rfi_config_situ(rfi_key_reader *k, rfi_config *c) {
+    static const rfi_uint_key block = {"attn_res.block_size", 0, INT32_MAX, 0, 1};
+    double beta = 1;
+    rfi_key_real(k, "activation.situ_beta", 1e-3, 0, 1, &beta);
+    rfi_key_real(k, "activation.situ_linear_beta", 0, 0, 1, &c->situ_linear_beta);
+    rfi_key_uint(k, &block, &c->residual_block);
+    if (c->residual_block && (c->n_layers - 1) / c->residual_block + 2 > RF_MAX_BLENDS)
+        rfi_key_fail(k, RF_ERR_UNSUPPORTED, "%u: more than %u of %u layers", c->residual_block, RF_MAX_BLENDS,
+                     c->n_layers);
+    for (uint32_t il = 0; il < c->n_layers; il++) c->layers[il].limit = c->layers[il].shared_limit = beta;
+}
+
 /* The activation of the FFN, by its name. */
 static void rfi_config_activation(rfi_key_reader *k, rfi_config *c) {
     static const struct {
@@ -7653,7 +7687,8 @@ static void rfi_config_scales(rfi_key_reader *k, rfi_config *c) {
     c->activation = arch->activation;
     if (arch->activation_key) rfi_config_activation(k, c);
     if (arch->activation == RF_ACT_XIELU) rfi_config_xielu(k, c);
-    if (!arch->swiglu_limit) return;
+    if (arch->swiglu_limit == RF_ACT_SITU) rfi_config_situ(k, c);
+    if (!arch->swiglu_limit || arch->swiglu_limit == RF_ACT_SITU) return;
     rfi_key_layer_reals(k, "swiglu_clamp_exp", c, offsetof(rfi_layer_config, limit), 0);
     rfi_key_layer_reals(k, "swiglu_clamp_shexp", c, offsetof(rfi_layer_config, shared_limit), 0);
 }
@@ -8334,32 +8369,33 @@ static void rfi_bind_check(rfi_builder *b, const char *name, const rf_tensor_inf
 static const struct {
     const char *name, *archs;
 } rfi_idle_tensors[] = {
-    {"attn_gate.scale", " bailingmoe3 "},
-    {"ffn_down_exps.scale", " bailingmoe3 "},
-    {"ffn_down_shexp.scale", " bailingmoe3 "},
-    {"ffn_gate_exps.scale", " bailingmoe3 "},
-    {"ffn_gate_shexp.scale", " bailingmoe3 "},
-    {"ffn_up_exps.scale", " bailingmoe3 "},
-    {"ffn_up_shexp.scale", " bailingmoe3 "},
-    {"ssm_beta.scale", " bailingmoe3 "},
-    {"attn_k.bias", " bailingmoe3 kimi-linear mimo2 minimax-m2 step35 "},
-    {"attn_k.scale", " bailingmoe3 kimi-linear "},
+    {"attn_gate.scale", " bailingmoe3 kimi-k3 "},
+    {"ffn_down_exps.scale", " bailingmoe3 kimi-k3 "},
+    {"ffn_down_shexp.scale", " bailingmoe3 kimi-k3 "},
+    {"ffn_gate_exps.scale", " bailingmoe3 kimi-k3 "},
+    {"ffn_gate_shexp.scale", " bailingmoe3 kimi-k3 "},
+    {"ffn_up_exps.scale", " bailingmoe3 kimi-k3 "},
+    {"ffn_up_shexp.scale", " bailingmoe3 kimi-k3 "},
+    {"ssm_beta.scale", " bailingmoe3 kimi-k3 "},
+    {"attn_k.bias", " bailingmoe3 kimi-k3 kimi-linear mimo2 minimax-m2 step35 "},
+    {"attn_k.scale", " bailingmoe3 kimi-k3 kimi-linear "},
     {"attn_k_norm.bias", " mpt "},   /* without attn_q_norm */
     {"attn_k_norm.weight", " mpt "},
     {"attn_output.bias", " ernie4_5 ernie4_5-moe llada refact "},
-    {"attn_output.scale", " bailingmoe3 kimi-linear "},
-    {"attn_q.bias", " bailingmoe3 kimi-linear mimo2 minimax-m2 step35 "},
-    {"attn_q.scale", " bailingmoe3 kimi-linear "},
-    {"attn_v.bias", " bailingmoe3 kimi-linear mimo2 minimax-m2 step35 "},
-    {"attn_v.scale", " bailingmoe3 kimi-linear "},
+    {"attn_output.scale", " bailingmoe3 kimi-k3 kimi-linear "},
+    {"attn_q.bias", " bailingmoe3 kimi-k3 kimi-linear mimo2 minimax-m2 step35 "},
+    {"attn_q.scale", " bailingmoe3 kimi-k3 kimi-linear "},
+    {"attn_res_score.weight", " kimi-k3 "}, /* of layer 0: nothing is kept yet */
+    {"attn_v.bias", " bailingmoe3 kimi-k3 kimi-linear mimo2 minimax-m2 step35 "},
+    {"attn_v.scale", " bailingmoe3 kimi-k3 kimi-linear "},
     {"ffn_down.bias", " refact "},
-    {"ffn_down.scale", " bailingmoe3 hy_v3 mimo2 "}, /* of layers with experts */
+    {"ffn_down.scale", " bailingmoe3 kimi-k3 hy_v3 mimo2 "}, /* of layers with experts */
     {"ffn_down.weight", " hy_v3 mimo2 "},
     {"ffn_gate.bias", " refact "},
-    {"ffn_gate.scale", " bailingmoe3 hy_v3 mimo2 "},
+    {"ffn_gate.scale", " bailingmoe3 kimi-k3 hy_v3 mimo2 "},
     {"ffn_gate.weight", " hy_v3 mimo2 "},
     {"ffn_up.bias", " refact "},
-    {"ffn_up.scale", " bailingmoe3 hy_v3 mimo2 "},
+    {"ffn_up.scale", " bailingmoe3 kimi-k3 hy_v3 mimo2 "},
     {"ffn_up.weight", " hy_v3 mimo2 "},
     {"output.bias", " dream qwen2vl "},
     {"rope_freqs.weight", " cogvlm falcon-h1 llada pangu-embedded refact "},
@@ -8636,6 +8672,8 @@ static rfi_rope rfi_rope_table(rfi_builder *b, const rfi_rope_config *r) {
     X(ba, TOKENS)          /* [2 n_heads]                                                            */ \
     X(beta, TOKENS)        /* [n_heads]                                                              */ \
     X(alpha, TOKENS)       /* [n_heads]                                                              */ \
+    X(banked, TOKENS)      /* [n, n_embd] residual streams of earlier layers, for BLEND              */ \
+    X(blended, TOKENS)     /* [n_embd] BLEND of them and of x                                        */ \
     X(index_q, TOKENS)     /* [n_heads, head_dim] queries of an indexer                              */ \
     X(index_k, TOKENS)     /* [head_dim] its key                                                     */ \
     X(index_weights, TOKENS) /* [n_heads]                                                            */ \
@@ -8671,6 +8709,7 @@ static rf_op *rfi_emit_glu(rfi_builder *b, uint32_t gate, uint32_t up, uint32_t 
     op->in2 = up;
     op->glu.n = n;
     op->glu.activation = activation;
+    if (activation == RF_ACT_SITU) op->glu.beta = (float)b->c->situ_linear_beta;
     return op;
 }
 
@@ -9154,7 +9193,11 @@ static void rfi_emit_kda(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
     }
     rfi_emit_matmul(b, d->beta, in, rfi_bind_matrix(b, "ssm_beta", n_embd, t->n_heads, NULL), t->n_heads, 0);
     rfi_emit_low_rank(b, d, d->alpha, in, "ssm_f_a", "ssm_f_b");
-    rfi_emit_low_rank(b, d, d->delta_gate, in, "ssm_g_a", "ssm_g_b");
+    const int own_gate = rfi_has(b, "ssm_g.weight"); /* kimi-k3, where ssm_a is below 0 */
+    const double bound = t->lower_bound;
+    if (own_gate)
+        rfi_emit_matmul(b, d->delta_gate, in, rfi_bind_matrix(b, "ssm_g", n_embd, n, NULL), n, 0);
+    else rfi_emit_low_rank(b, d, d->delta_gate, in, "ssm_g_a", "ssm_g_b");
     const uint32_t a = rfi_bind_column(b, "ssm_a", t->n_heads), dt = rfi_bind_vector(b, "ssm_dt.bias", n);
     op = rfi_op(b, RF_OP_DELTA, d->att, d->mixed);
     op->in2 = d->beta;
@@ -9163,7 +9206,7 @@ static void rfi_emit_kda(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
     op->bias = dt;
     op->state = rfi_recurrent_state(b, (uint64_t)n * t->head_dim);
     op->delta = (rf_delta_params){t->n_heads, t->n_heads, t->head_dim, t->head_dim, (float)(1 / sqrt(t->head_dim)),
-                                  (float)b->c->norm_eps, t->head_dim, (float)t->lower_bound};
+                                  (float)b->c->norm_eps, t->head_dim, (float)(own_gate ? -bound : bound)};
     rfi_emit_norm(b, d->att, d->att, "ssm_norm", t->head_dim, t->n_heads, 0);
     rfi_emit_glu(b, d->delta_gate, d->att, n, RF_ACT_SIGMOID);
     rfi_emit_residual(b, d, d->delta_gate, n, "attn_output", "");
@@ -9219,10 +9262,12 @@ static uint32_t rfi_emit_hidden(rfi_builder *b, const rfi_decoder *d, const rfi_
     op->glu.limit = (float)l->shared_limit;
     op->factor = scales;
     if (scales != RF_NONE) op->flags |= RF_OP_EACH_HEAD;
-    op->glu.alpha_n = (float)l->xielu[0];
-    op->glu.alpha_p = (float)l->xielu[1];
-    op->glu.beta = (float)l->xielu[2];
-    op->glu.eps = (float)l->xielu[3];
+    if (op->glu.activation == RF_ACT_XIELU) {
+        op->glu.alpha_n = (float)l->xielu[0];
+        op->glu.alpha_p = (float)l->xielu[1];
+        op->glu.beta = (float)l->xielu[2];
+        op->glu.eps = (float)l->xielu[3];
+    }
     return gated ? d->gate : d->up;
 }
 
@@ -9410,10 +9455,13 @@ static rf_op *rfi_emit_latent(rfi_builder *b, const rfi_decoder *d, const rfi_la
                               uint32_t flags) {
     const uint32_t n_embd = b->c->n_embd, n_in = b->c->moe.n_in;
     const rfi_expert_kind kind = {"exps", l->n_ff_experts, n_in};
-    rfi_emit_matmul(b, d->y, in_to[0], rfi_bind_matrix(b, "ffn_latent_down", n_embd, n_in, NULL), n_in, 0);
+    const int routed = rfi_has(b, "ffn_routed_down.weight"); /* kimi-k3 */
+    const char *down = routed ? "ffn_routed_down" : "ffn_latent_down", *up = routed ? "ffn_routed_up" : "ffn_latent_up";
+    rfi_emit_matmul(b, d->y, in_to[0], rfi_bind_matrix(b, down, n_embd, n_in, NULL), n_in, 0);
     rfi_emit_chosen(b, d, l, d->y, &kind);
     rfi_emit_mix(b, d->z, d->downs, d->route, b->c->moe.n_used, 0)->mix.n = n_in;
-    return rfi_emit_matmul(b, in_to[1], d->z, rfi_bind_matrix(b, "ffn_latent_up", n_in, n_embd, NULL), n_embd, flags);
+    if (rfi_has(b, "ffn_routed_norm.weight")) rfi_emit_norm(b, d->z, d->z, "ffn_routed_norm", n_in, 1, 0);
+    return rfi_emit_matmul(b, in_to[1], d->z, rfi_bind_matrix(b, up, n_in, n_embd, NULL), n_embd, flags);
 }
 
 /* x += sum over the chosen experts of weight * Wdown (act(Wgate in) * Wup in), then the shared experts */
@@ -9533,10 +9581,30 @@ static void rfi_emit_normed_residual(rfi_builder *b, const rfi_decoder *d) {
     rfi_emit_mix(b, d->x, d->xn, RF_NONE, 1, 0)->mix.scale = (float)b->c->normed_residual;
 }
 
+/* BLEND of the n streams kept so far and of x. Returns its buffer: x if there are none. */
+static uint32_t rfi_emit_blend(rfi_builder *b, const rfi_decoder *d, const char *name, uint32_t n) {
+    if (n == 0 || b->c->residual_block == 0) return d->x;
+    char weight[64];
+    snprintf(weight, sizeof weight, "%s.weight", name);
+    const uint32_t w = rfi_bind_vector(b, weight, b->c->n_embd);
+    rf_op *op = rfi_op(b, RF_OP_BLEND, d->blended, d->banked);
+    op->in2 = d->x;
+    op->weight = w;
+    op->blend = (rf_blend_params){b->c->n_embd, n, (float)b->c->norm_eps};
+    return d->blended;
+}
+
+/* Keep x as stream i; x = 0 */
+static void rfi_emit_bank(rfi_builder *b, const rfi_decoder *d, uint32_t i) {
+    const uint32_t n = b->c->n_embd;
+    rfi_emit_slice(b, d->banked, d->x, 1, n, 0, n)->slice.out_at = i * n;
+    rfi_emit_glu(b, d->x, RF_NONE, n, RF_ACT_CLAMP);
+}
+
 /* One layer. With parallel FFN its input is made before attention adds to x. */
 static void rfi_emit_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
     const rfi_config *c = b->c;
-    const uint32_t n_embd = c->n_embd;
+    const uint32_t n_embd = c->n_embd, block = c->residual_block;
     const char *ffn_norm = c->arch->ffn_norm ? c->arch->ffn_norm : "ffn_norm";
     const rfi_recurrent_arch *t = c->arch->recurrent;
     const int has_ffn_norm = rfi_has(b, "ffn_norm.weight"), is_ffn = t && t->one_part && l->n_ff;
@@ -9547,7 +9615,11 @@ static void rfi_emit_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer
     const int first_bare = c->arch->encoder && !rfi_has(b, "attn_norm.weight"); /* modern-bert */
     if (c->arch->no_pre_norm) attention_in = ffn_in = d->x;
     else if (first_bare) attention_in = d->x;
-    else rfi_emit_stream_norm(b, d->xn, d->x, "attn_norm");
+    else {
+        const uint32_t before = block ? ((uint32_t)b->layer + block - 1) / block : 0;
+        rfi_emit_stream_norm(b, d->xn, rfi_emit_blend(b, d, "attn_res_score", before), "attn_norm");
+    }
+    if (block && (uint32_t)b->layer % block == 0) rfi_emit_bank(b, d, (uint32_t)b->layer / block);
     if (c->parallel && rfi_has(b, "attn_norm_2.weight")) { /* attention has its own norm */
         rfi_emit_norm(b, d->xn2, d->x, "attn_norm_2", n_embd, 1, 0);
         attention_in = d->xn2;
@@ -9567,7 +9639,10 @@ static void rfi_emit_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer
     if (c->recurrent.kind >= RFI_MAMBA && (l->recurrent || t->beside)) rfi_emit_scan(b, d, attention_in);
     if (t && (t->only || (t->one_part && !is_ffn))) return;
     if (c->arch->norm_after) rfi_emit_norm_after(b, d, "attn_output_norm");
-    else if (!parallel && ffn_in != d->x) rfi_emit_stream_norm(b, d->xn, d->x, ffn_norm);
+    else if (!parallel && ffn_in != d->x) {
+        const uint32_t n_kept = block ? (uint32_t)b->layer / block + 1 : 0;
+        rfi_emit_stream_norm(b, d->xn, rfi_emit_blend(b, d, "ffn_res_score", n_kept), ffn_norm);
+    }
     if (c->normed_residual != 0) rfi_emit_normed_residual(b, d);
     rfi_emit_layer_ffn(b, d, l, ffn_in);
     if (c->arch->norm_after) rfi_emit_norm(b, d->x, d->x, "layer_output_norm", n_embd, 1, 0);
@@ -9698,7 +9773,9 @@ static void rfi_emit_decoder(rfi_builder *b) {
         rfi_emit_layer(b, &d, &c->layers[il]);
     }
     b->layer = (int32_t)c->n_layers;
-    rf_op *op = rfi_op(b, RF_OP_GATHER, d.xl, d.x);
+    const uint32_t n_kept = c->residual_block ? (c->n_layers - 1) / c->residual_block + 1 : 0,
+                   stream = rfi_emit_blend(b, &d, "output_res_score", n_kept);
+    rf_op *op = rfi_op(b, RF_OP_GATHER, d.xl, stream);
     op->gather.n = c->n_embd;
     const char *output_norm = c->recurrent.kind == RFI_SHORT_CONV ? "token_embd_norm"
                               : c->arch->encoder > 1              ? "enc.output_norm"
@@ -9731,6 +9808,8 @@ static const rfi_moe_arch rfi_moe_granite = {
     .gating = RFI_GATING_SOFTMAX, .normalize = 1, .n_ff_is_ff = 1, .optional = 1, .shared = 1};
 static const rfi_moe_arch rfi_moe_kimi = {
     .gating = RFI_GATING_SIGMOID, .normalize = 1, .keys = 5, .dense_lead = 1, .shared = 1};
+static const rfi_moe_arch rfi_moe_kimi3 = {
+    .gating = RFI_GATING_SIGMOID, .keys = RFI_ALL_KEYS, .dense_lead = 1, .latent = 1, .shared = 1};
 static const rfi_moe_arch rfi_moe_minimax1 = {.gating = RFI_GATING_SOFTMAX, .normalize = 1, .n_ff_is_ff = 1};
 static const rfi_moe_arch rfi_moe_llada = {.gating = RFI_GATING_SOFTMAX, .n_ff_is_ff = 2};
 static const rfi_moe_arch rfi_moe_nomic = {.gating = RFI_GATING_SOFTMAX, .n_ff_is_ff = 1, .by_router = 1};
@@ -9944,6 +10023,8 @@ static const rfi_arch rfi_archs[] = {
     {.name = "minimax-m3", .qk_norm = 1, .rope_neox = 1, .activation = RF_ACT_OAI, .indexer = RFI_INDEX_BLOCKS,
      .moe = &rfi_moe_glm4},
     {.name = "kimi-linear", .mla = 1, .no_rope_period = 1, .moe = &rfi_moe_kimi, .recurrent = &rfi_kda},
+    {.name = "kimi-k3", .mla = 1, .no_rope_period = 1, .attn_gate = RF_ACT_SIGMOID, .attn_gate_optional = 1,
+     .swiglu_limit = RF_ACT_SITU, .moe = &rfi_moe_kimi3, .recurrent = &rfi_kda},
     {.name = "bailingmoe3", .rope_neox = 1, .attn_gate = RF_ACT_SIGMOID, .mla = 1, .swiglu_limit = RF_ACT_MIN_SILU,
      .moe = &rfi_moe_bailing2, .recurrent = &rfi_kda},
     {.name = "minimax-01", .rope_neox = 1, .normed_residual = 1, .moe = &rfi_moe_minimax1,
@@ -13875,6 +13956,7 @@ static float rfi_activate_rare(const rf_glu_params *p, float x) {
     case RF_ACT_XIELU:
         return (x > 0 ? p->alpha_p * x * x : p->alpha_n * (expm1f(fminf(x, p->eps)) - x)) + p->beta * x;
     case RF_ACT_CLAMP: return rfi_clamp(x, limit);
+    case RF_ACT_SITU: return limit * tanhf(x / limit) / (1 + expf(-x));
     case RF_ACT_RELU: return positive;
     case RF_ACT_RELU2: return positive * positive;
     case RF_ACT_SOFTPLUS: return positive + log1pf(expf(-fabsf(x)));
@@ -13884,8 +13966,12 @@ static float rfi_activate_rare(const rf_glu_params *p, float x) {
 }
 static void rfi_glu_row(const rf_op *op, const float *in, const float *in2, float *out) {
     const int limits = op->glu.activation == RF_ACT_SILU_MIN || op->glu.activation == RF_ACT_MIN_SILU;
+    const float beta = op->glu.activation == RF_ACT_SITU ? op->glu.beta : 0;
     for (uint32_t i = 0; i < op->glu.n; i++) {
-        const float b = !in2 ? 1 : limits ? rfi_clamp(in2[i], op->glu.limit) : in2[i];
+        const float b = !in2       ? 1
+                        : limits   ? rfi_clamp(in2[i], op->glu.limit)
+                        : beta > 0 ? beta * tanhf(in2[i] / beta)
+                                   : in2[i];
         out[i] = rfi_activate_rare(&op->glu, in[i]) * b;
     }
 }
@@ -13907,6 +13993,30 @@ static void rfi_cpu_glu(void *ctx, uint32_t chunk, uint32_t thread) {
     if (o->vector && !each_factor) o->k->scale(out, n, o->vector[0]);
     for (uint32_t i = 0; each_factor && i < n; i++) out[i] /= o->vector[i];
     if (o->how->then_quantize) rfi_cpu_quantize_row(o, chunk, out, o->op->glu.n);
+}
+
+static void rfi_cpu_blend(void *ctx, uint32_t chunk, uint32_t thread) {
+    const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
+    const rf_blend_params *par = &o->op->blend;
+    const float *banked = o->in + chunk * o->in_width, *own = o->in2 + chunk * o->in2_width;
+    float *out = o->out + chunk * o->out_width, p[RF_MAX_BLENDS], largest = -HUGE_VALF, total = 0;
+    RFI_UNUSED(thread);
+    for (uint32_t k = 0; k <= par->n_banked; k++) {
+        const float *x = k < par->n_banked ? banked + (uint64_t)k * par->n : own;
+        double squares = 0, score = 0;
+        for (uint32_t i = 0; i < par->n; i++) {
+            squares += (double)x[i] * (double)x[i];
+            score += (double)(o->vector[i] * x[i]);
+        }
+        p[k] = (float)(score / sqrt(squares / par->n + (double)par->eps));
+        largest = fmaxf(largest, p[k]);
+    }
+    for (uint32_t k = 0; k <= par->n_banked; k++) total += p[k] = expf(p[k] - largest);
+    for (uint32_t i = 0; i < par->n; i++) {
+        float sum = p[par->n_banked] * own[i];
+        for (uint32_t k = 0; k < par->n_banked; k++) sum += p[k] * banked[(uint64_t)k * par->n + i];
+        out[i] = sum / total;
+    }
 }
 
 static void rfi_cpu_gather(rfi_cpu_op *o) {
@@ -13973,11 +14083,13 @@ static uint64_t rfi_delta_scratch(const rf_op *op) {
 /* The decays of the rows of a head's S. */
 static void rfi_delta_decays(const rfi_cpu_op *o, uint32_t r, uint32_t h, float *decay) {
     const rf_delta_params *par = &o->op->delta;
+    const float bound = par->lower_bound;
     const float *in = o->in3 + r * o->in3_width + (uint64_t)h * par->n_decays,
                 *bias = o->vector2 + (uint64_t)h * par->n_decays, by = o->vector[h];
     for (uint32_t i = 0; i < par->n_decays; i++) {
         const float x = in[i] + bias[i];
-        decay[i] = rfi_exp(par->lower_bound != 0 ? par->lower_bound / (1.0f + rfi_exp(-by * x)) : rfi_softplus(x) * by);
+        decay[i] = rfi_exp(bound != 0 ? -fabsf(bound) / (1.0f + rfi_exp((bound < 0 ? -by : by) * x))
+                                      : rfi_softplus(x) * by);
     }
     for (uint32_t i = par->n_decays; i < par->head_dim; i++) decay[i] = decay[0];
 }
@@ -14422,6 +14534,10 @@ static void rfi_cpu_run_op(rfi_cpu_plan *p, uint32_t index, const rf_step *step)
     case RF_OP_SCAN: rfi_cpu_run_scan(&o); break;
     case RF_OP_SLICE: rfi_pool_run(pool, rfi_cpu_slice, &o, o.n_rows); break;
     case RF_OP_INDEX: rfi_cpu_run_index(&o); break;
+    case RF_OP_BLEND:
+        o.vector = rfi_cpu_vector(p, op->weight, 0, op->blend.n, 0);
+        rfi_pool_run(pool, rfi_cpu_blend, &o, o.n_rows);
+        break;
     default: break; /* plan_prepare refused it */
     }
 }

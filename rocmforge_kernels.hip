@@ -1683,7 +1683,7 @@ struct rfk_glu_args {
     uint32_t gate_stride, up_stride, out_stride, n, activation, factor_type;
     uint32_t repeat;        /* values that each value of up multiplies */
     uint32_t divides;       /* factor has n divisors                   */
-    float limit;            /* RF_ACT_CLAMP, _SILU_MIN, _MIN_SILU */
+    float limit;            /* RF_ACT_CLAMP, _SILU_MIN, _MIN_SILU, _SITU */
     float alpha_p, alpha_n, beta, eps; /* RF_ACT_XIELU            */
 };
 RFK_DEVICE float rfk_clamp(float x, float limit) { return x > limit ? limit : x < -limit ? -limit : x; }
@@ -1694,6 +1694,9 @@ RFK_DEVICE float rfk_glu_value(const rfk_glu_args &a, float gate, float up, floa
         x = up * (a.beta * gate + (gate > 0 ? a.alpha_p * gate * gate
                                             : a.alpha_n * (expm1f(fminf(gate, a.eps)) - gate)));
     else if (a.activation == RF_ACT_OAI) x = rfk_activate_oai(gate, up);
+    else if (a.activation == RF_ACT_SITU)
+        x = a.limit * tanhf(gate / a.limit) / (1.0f + expf(-gate)) *
+            (a.up && a.beta > 0 ? a.beta * tanhf(up / a.beta) : up);
     else if (a.activation == RF_ACT_SILU_MIN)
         x = rfk_activate(RF_ACT_SILU, fminf(gate, a.limit)) * rfk_clamp(up, a.limit);
     else if (a.activation == RF_ACT_MIN_SILU)
@@ -2050,7 +2053,8 @@ template <int WAVE, int DIM> struct rfk_delta_loads {
 };
 /* The decay of a row of S from its input. */
 RFK_DEVICE float rfk_delta_decay(const rfk_delta_args &a, float x, float by) {
-    if (a.lower_bound != 0) return expf(a.lower_bound / (1.0f + expf(-by * x)));
+    if (a.lower_bound != 0)
+        return expf(-fabsf(a.lower_bound) / (1.0f + expf(a.lower_bound < 0 ? -by * x : by * x)));
     return expf((x > 20.0f ? x : log1pf(expf(x))) * by);
 }
 /* The sum over the lanes of a column, in each of them. */
@@ -5710,6 +5714,44 @@ template <class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_any_attent
         const uint32_t d = threadIdx.x + e * RFK_BLOCK;
         if (d < a.head_dim_v)
             a.out[(size_t)row * a.out_stride + (size_t)h * a.head_dim_v + d] = total > 0 ? out[e] / total : 0.0f;
+    }
+}
+
+/* Attention over residual streams: a score for each vector, by its product with the weight and its own length; then all
+ * in proportion.   grid [T]   block 256 */
+struct rfk_blend_args {
+    const float *banked, *own;
+    const uint8_t *weight;
+    float *out;
+    uint32_t banked_stride, own_stride, out_stride, n, n_banked, weight_type;
+    float eps;
+};
+struct rfk_blend_shared {
+    float parts[RFK_BLOCK], score[RF_MAX_BLENDS];
+};
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_blend(rfk_blend_args a) {
+    RFK_SHARED(rfk_blend_shared, s);
+    const float *banked = a.banked + (size_t)blockIdx.x * a.banked_stride,
+                *own = a.own + (size_t)blockIdx.x * a.own_stride;
+    float largest = -INFINITY, total = 0;
+    for (uint32_t k = 0; k <= a.n_banked; k++) {
+        const float *x = k < a.n_banked ? banked + (size_t)k * a.n : own;
+        float squares = 0, score = 0;
+        for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK) {
+            squares += x[i] * x[i];
+            score += x[i] * rfk_load_any(a.weight, a.weight_type, i);
+        }
+        squares = rfk_block_join(s.parts, squares, true);
+        score = rfk_block_join(s.parts, score, true) / sqrtf(squares / (float)a.n + a.eps);
+        if (threadIdx.x == 0) s.score[k] = score;
+        largest = fmaxf(largest, score);
+    }
+    __syncthreads();
+    for (uint32_t k = 0; k <= a.n_banked; k++) total += expf(s.score[k] - largest);
+    for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK) {
+        float sum = expf(s.score[a.n_banked] - largest) * own[i];
+        for (uint32_t k = 0; k < a.n_banked; k++) sum += expf(s.score[k] - largest) * banked[(size_t)k * a.n + i];
+        a.out[(size_t)blockIdx.x * a.out_stride + i] = sum / total;
     }
 }
 
@@ -9899,6 +9941,21 @@ static rf_result rfk_run_attention(const rfk_launching *l) {
     return r;
 }
 
+static rf_result rfk_run_blend(const rfk_launching *l) {
+    rfk_blend_args a;
+    a.banked = l->b.in;
+    a.own = l->b.in2;
+    a.weight = rfk_vector(l->p, l->op->weight, 0, &a.weight_type);
+    a.out = l->b.out;
+    a.banked_stride = l->b.in_stride;
+    a.own_stride = l->b.in2_stride;
+    a.out_stride = l->b.out_stride;
+    a.n = l->op->blend.n;
+    a.n_banked = l->op->blend.n_banked;
+    a.eps = l->op->blend.eps;
+    return rfk_enqueue(l, rfk_blend, dim3(l->n_rows), RFK_BLOCK, a);
+}
+
 static rf_result rfk_run_index(const rfk_launching *l) {
     const rf_index_params *x = &l->op->index;
     const uint32_t step = rf_index_step(l->op);
@@ -10594,6 +10651,7 @@ static rf_result rfk_run_kind(rfk_launching *l) {
     case RF_OP_SLICE: return rfk_run_slice(l);
     case RF_OP_SCAN: return rfk_run_scan(l);
     case RF_OP_INDEX: return rfk_run_index(l);
+    case RF_OP_BLEND: return rfk_run_blend(l);
     default: return rfk_run_argmax(l);
     }
 }

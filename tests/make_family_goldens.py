@@ -1828,6 +1828,110 @@ def make_minimax_01():
     return m, layers
 
 
+def make_kimi_k3():
+    """each sublayer reads a mixture of the stream and of those that every second layer put aside; narrow experts; tanh
+    limits gates and values"""
+    m = Model('kimi-k3', 'kimi-k3')
+    common_keys(m, layers=4, n_head=4, n_kv=1, head_dim=28, n_ff=40)
+    m.i32s(attention__head_count_kv=[0, 1, 0, 1])
+    m.u32(attention__value_length=24, attention__kv_lora_rank=24, attention__q_lora_rank=20, attention__key_length_mla=12,
+          attention__value_length_mla=10, rope__dimension_count=4, ssm__conv_kernel=4, kda__head_dim=8,
+          leading_dense_block_count=1, expert_count=6, expert_used_count=2, expert_feed_forward_length=16,
+          expert_shared_count=1, expert_gating_func=2, expert_latent_length=24, attn_res__block_size=2)
+    m.f32(expert_weights_scale=1.5, kda__gate_lower_bound=-3.0, activation__situ_beta=1.5, activation__situ_linear_beta=2.5)
+    m.flag(expert_weights_norm=True)
+    put_embeddings(m)
+    m.vector('output_res_score.weight', N_EMBD)
+    for il in range(4):
+        b = 'blk.%d.' % il
+        m.norm(b + 'attn_norm', N_EMBD)
+        m.norm(b + 'ffn_norm', N_EMBD)
+        m.vector(b + 'ffn_res_score.weight', N_EMBD)
+        if il: m.vector(b + 'attn_res_score.weight', N_EMBD)
+        if il % 2:
+            m.norm(b + 'attn_q_a_norm', 20)
+            m.norm(b + 'attn_kv_a_norm', 24)
+            for name, *shape in (('q_a', 20, N_EMBD), ('q_b', 48, 20), ('kv_a_mqa', 28, N_EMBD), ('k_b', 4, 24, 8), ('v_b', 4, 10, 24),
+                                 ('gate', 40, N_EMBD), ('output', N_EMBD, 40)):
+                m.weight(b + 'attn_' + name, *shape, gain=1.2)
+        else:
+            for part in 'qkv':
+                m.weight(b + 'attn_' + part, 32, N_EMBD, gain=1.5)
+                m.vector(b + 'ssm_conv1d_%s.weight' % part, 32, 1, 4, spread=1.0)
+            for name, *shape in (('f_a', 8, N_EMBD), ('f_b', 32, 8), ('g', 32, N_EMBD), ('beta', 4, N_EMBD)):
+                m.weight(b + 'ssm_' + name, *shape, gain=1.5)
+            m.vector(b + 'ssm_a', 4, mean=-0.8, spread=0.1)
+            m.vector(b + 'ssm_dt.bias', 32, mean=-1.0, spread=0.5)
+            m.norm(b + 'ssm_norm', 8)
+            m.weight(b + 'attn_output', N_EMBD, 32, gain=1.5)
+        if il == 0: put_ffn(m, il, 40)
+        else:
+            m.vector(b + 'ffn_gate_inp.weight', 6, N_EMBD, spread=2.5 / N_EMBD ** 0.5)
+            for part, rows, columns in (('gate', 16, 24), ('up', 16, 24), ('down', 24, 16)): m.weight(b + 'ffn_%s_exps' % part, 6, rows, columns, gain=2.0)
+            m.weight(b + 'ffn_routed_down', 24, N_EMBD)
+            m.weight(b + 'ffn_routed_up', N_EMBD, 24)
+            m.norm(b + 'ffn_routed_norm', 24)
+            put_ffn(m, il, 16, '_shexp')
+            m.vector(b + 'exp_probs_b.bias', 6, spread=0.2)
+
+    def kda(m, b, h):
+        eps, n = m.get('attention.layer_norm_rms_epsilon'), len(h)
+        def part(x):
+            w = m.at(b + 'ssm_conv1d_%s.weight' % x)[:, 0]
+            y = np.concatenate([np.zeros((3, 32)), linear(m, b + 'attn_' + x, h)])
+            return heads(silu(sum(y[j:j + n] * w[:, j] for j in range(4))), 4)
+        q, k, v = unit(part('q'), eps) * 8 ** -0.5, unit(part('k'), eps), part('v')
+        step = heads(linear(m, b + 'ssm_f_b', linear(m, b + 'ssm_f_a', h)) + m.at(b + 'ssm_dt.bias'), 4)
+        fade = np.exp(-3.0 * sigmoid(-m.at(b + 'ssm_a')[:, None] * step))
+        beta, state, out = sigmoid(linear(m, b + 'ssm_beta', h)), np.zeros((4, 8, 8)), np.empty((n, 4, 8))
+        for t in range(n):
+            state = state * fade[t][:, :, None]
+            held = np.einsum('hkv,hk->hv', state, k[t])
+            state = state + k[t][:, :, None] * (beta[t][:, None] * (v[t] - held))[:, None, :]
+            out[t] = np.einsum('hkv,hk->hv', state, q[t])
+        return linear(m, b + 'attn_output', rms_norm(m, b + 'ssm_norm', out).reshape(n, -1) * sigmoid(linear(m, b + 'ssm_g', h)))
+
+    def latent(m, b, h):
+        q = heads(linear(m, b + 'attn_q_b', rms_norm(m, b + 'attn_q_a_norm', linear(m, b + 'attn_q_a', h))), 4)
+        narrow = linear(m, b + 'attn_kv_a_mqa', h)
+        low = rms_norm(m, b + 'attn_kv_a_norm', narrow[:, :24])
+        k = np.concatenate([np.einsum('tr,hrd->thd', low, m.at(b + 'attn_k_b.weight')), np.repeat(narrow[:, None, 24:], 4, 1)], 2)
+        y = attention(q, k, np.einsum('tr,hdr->thd', low, m.at(b + 'attn_v_b.weight')), 12 ** -0.5)
+        return linear(m, b + 'attn_output', y * sigmoid(linear(m, b + 'attn_gate', h)))
+
+    def situ(gate, up): return 1.5 * np.tanh(gate / 1.5) * sigmoid(gate) * 2.5 * np.tanh(up / 2.5)
+
+    def mlp(m, b, h, end):
+        return linear(m, b + 'ffn_down' + end, situ(linear(m, b + 'ffn_gate' + end, h), linear(m, b + 'ffn_up' + end, h)))
+
+    def moe(m, b, h):
+        probs = sigmoid(linear(m, b + 'ffn_gate_inp', h))
+        w = 1.5 * choose_experts(m, probs, probs + m.at(b + 'exp_probs_b.bias'), True)
+        gate, up, down = (m.at(b + 'ffn_%s_exps.weight' % x) for x in ('gate', 'up', 'down'))
+        low = linear(m, b + 'ffn_routed_down', h)
+        y = sum(w[:, e:e + 1] * (situ(low @ gate[e].T, low @ up[e].T) @ down[e].T) for e in range(6))
+        return linear(m, b + 'ffn_routed_up', rms_norm(m, b + 'ffn_routed_norm', y)) + mlp(m, b, h, '_shexp')
+
+    def forward(m, tokens):
+        eps = m.get('attention.layer_norm_rms_epsilon')
+        x, kept = m.at('token_embd.weight')[tokens], []
+        def mixture(x, name):
+            if not kept: return x
+            every = np.stack(kept + [x])
+            p = softmax((rms(every, eps) @ m.at(name + '.weight')).T)
+            return np.einsum('tk,ktd->td', p, every)
+        for il in range(4):
+            b = 'blk.%d.' % il
+            h = rms_norm(m, b + 'attn_norm', mixture(x, b + 'attn_res_score'))
+            y = (latent if il % 2 else kda)(m, b, h)
+            if il % 2 == 0: kept.append(x)
+            x = y if il % 2 == 0 else x + y
+            h = rms_norm(m, b + 'ffn_norm', mixture(x, b + 'ffn_res_score'))
+            x = x + (moe(m, b, h) if il else mlp(m, b, h, ''))
+        return logits(m, rms_norm(m, 'output_norm', mixture(x, 'output_res_score')))
+    return m, forward
+
+
 def make_kimi_linear():
     """Kimi delta attention: each key channel of a memory fades by itself; latent attention without rope, softmax gates"""
     m = Model('kimi-linear', 'kimi-linear')
@@ -2211,7 +2315,8 @@ FAMILIES = [make_mixtral, make_qwen2moe, make_olmoe, make_lfm2, make_lfm2moe, ma
             make_afmoe, make_laguna, make_llama4, make_arctic, make_grok, make_cohere2moe, make_smallthinker,
             make_grovemoe, make_k2_horizon, make_talkie, make_mimo2, make_maple, make_qwen3vl, make_olmo,
             make_hunyuan_dense, make_jais, make_minicpm3, make_apertus, make_step35, make_deepseek32, make_glm_dsa,
-            make_minimax_m3, make_nomic_bert, make_jina_bert_v3, make_modern_bert, make_modern_bert_silu]
+            make_minimax_m3, make_nomic_bert, make_jina_bert_v3, make_modern_bert, make_modern_bert_silu,
+            make_kimi_k3]
 
 
 # ---- answers ----

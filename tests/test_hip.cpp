@@ -883,8 +883,9 @@ static void test_glu_gather() {
     for (size_t i = 0; i < list.size(); i++) {
         const Row &r = list[i];
         const bool gelu = r[4] == RF_ACT_GELU, oai = r[4] == RF_ACT_OAI, least = r[4] == RF_ACT_SILU_MIN || r[4] == RF_ACT_MIN_SILU,
-                   gated = r[5] == 0 || oai || least;
-        const uint32_t repeat = !gelu && gated && !oai && !least && r[6] && r[2] ? 3 : 1;
+                   situ = r[4] == RF_ACT_SITU,
+                   gated = r[5] == 0 || oai || least || situ;
+        const uint32_t repeat = !gelu && gated && !oai && !least && !situ && r[6] && r[2] ? 3 : 1;
         uint32_t n = ns[r[0]], T = counts[r[1]], L = T < 3 ? 1 : 3, first = 2;
         const uint32_t begin = r[6] ? 5 : 0, nb = n + begin;
         const float factor = r[6] ? -1.75f : 1;
@@ -893,7 +894,7 @@ static void test_glu_gather() {
                  l = g.buffer(n + 1, RF_ROWS_LOGITS);
         rf_op *o = g.glu(a, gated ? b : RF_NONE, out, n);
         o->glu.in2_at = gated ? begin : 0, o->glu.activation = (uint32_t)r[4];
-        if (r[4] == RF_ACT_CLAMP || least) o->glu.limit = 0.5f;
+        if (r[4] == RF_ACT_CLAMP || least || situ) o->glu.limit = 0.5f;
         o->glu.repeat = repeat;
         o->glu.alpha_p = 0.75f, o->glu.alpha_n = 1.25f, o->glu.beta = 0.5f, o->glu.eps = -1e-6f;
         const bool each = r[6] && r[2] == 0; /* divisors of each value */
@@ -926,9 +927,11 @@ static void test_glu_gather() {
                              : r[4] == RF_ACT_RELU2 ? fmax(v, 0) * fmax(v, 0)
                              : r[4] == RF_ACT_SOFTPLUS ? fmax(v, 0) + log1p(exp(-fabs(v)))
                              : r[4] == RF_ACT_SILU_MIN ? fmin(v, 0.5) / (1 + exp(-fmin(v, 0.5)))
+                             : situ                    ? 0.5 * tanh(v / 0.5) / (1 + exp(-v))
                              : r[4] == RF_ACT_MIN_SILU ? fmin(v / (1 + exp(-v)), 0.5)
                                                     : v / (1 + exp(-v));
                 if (least) with = fmax(-0.5, fmin(0.5, with));
+                if (situ) with = 0.5 * tanh(with / 0.5);
                 const double times = each ? 1.0 / divisors[k] : factor;
                 want[t * (n + 3) + k] = times * (oai ? cut / (1 + exp(-1.702 * cut)) * up : act * (gated ? with : 1));
             }
@@ -1720,11 +1723,11 @@ static void delta_row(const rf_delta_params &p, const float *q, const float *k, 
 static void test_delta() {
     /* the sizes of models, the largest, and odd ones */
     static const uint32_t dims[][2] = {{40, 24}, {128, 128}, {64, 64}, {256, 256}, {200, 72}, {1, 3}}, heads[][2] = {{6, 3}, {2, 1}, {3, 3}};
-    std::vector<Row> list = combinations(std::vector<int>{6, 3, 2, 3, 4, n_devices, 3});
+    std::vector<Row> list = combinations(std::vector<int>{6, 3, 2, 3, 4, n_devices, 4});
     for (size_t i = 0; i < list.size(); i++) {
         const Row &r = list[i];
         const rf_delta_params p = {heads[r[1]][0], heads[r[1]][1], dims[r[0]][0], dims[r[0]][1], 0.4f, 0.03f,
-                                   r[6] ? dims[r[0]][0] : 1, r[6] == 2 ? -3.0f : 0.0f};
+                                   r[6] ? dims[r[0]][0] : 1, r[6] == 2 ? -3.0f : r[6] == 3 ? 2.0f : 0.0f};
         const uint32_t n = p.n_heads, type = vector_types[r[3]], n_keys = p.n_k_heads * p.head_dim, width = 2 * n_keys + n * p.head_dim_v;
         const bool cyclic = r[2];
         const size_t T = recurrent_rows(r[4]).size();
@@ -1754,7 +1757,9 @@ static void test_delta() {
                 for (uint32_t k = 0; k < p.head_dim; k++) {
                     const size_t at = h * nd + (nd > 1 ? k : 0);
                     const double v = xa[t * n * nd + at] + bd[at];
-                    decay[k] = exp(p.lower_bound != 0 ? p.lower_bound / (1 + exp(-v * ad[h])) : log1p(exp(v)) * ad[h]);
+                    decay[k] = exp(p.lower_bound < 0   ? p.lower_bound / (1 + exp(-v * ad[h]))
+                                   : p.lower_bound > 0 ? -p.lower_bound / (1 + exp(v * ad[h]))
+                                                        : log1p(exp(v)) * ad[h]);
                 }
                 delta_row(p, q, q + n_keys, row + 2 * n_keys + h * p.head_dim_v, decay.data(), open,
                           &S[(size_t)h * p.head_dim * p.head_dim_v], y + h * p.head_dim_v);
@@ -1883,6 +1888,42 @@ static void test_index() {
             }
         CHECK(wrong == 0, "%s: %u lists differ", what, wrong);
         for (uint32_t t = 0; t < T; t++) CHECK(found[(size_t)t * (width + 1) + width] == 7.0f, "%s: beyond the row", what);
+    }
+}
+
+static void test_blend() {
+    static const uint32_t ns[] = {1, 33, 256, 700}, banks[] = {1, 4, 17}, Ts[] = {1, 7};
+    std::vector<Row> list = combinations(std::vector<int>{4, 3, 2, 3, 2, n_devices});
+    for (size_t i = 0; i < list.size(); i++) {
+        const Row &r = list[i];
+        const uint32_t n = ns[r[0]], k = banks[r[1]], T = Ts[r[2]], type = vector_types[r[3]];
+        Rig g(devices[(size_t)r[5]]);
+        const uint32_t in = g.buffer(k * n + 3), own = g.buffer(n + 1), out = r[4] ? own : g.buffer(n + 1);
+        const std::vector<float> w = values(n), x = values((size_t)T * (k * n + 3)), y = values((size_t)T * (n + 1));
+        const std::vector<double> wd = rounded(w, type);
+        rf_op *o = g.op(RF_OP_BLEND);
+        o->in = in, o->in2 = own, o->out = out, o->weight = g.vector(w, type), o->blend = rf_blend_params{n, k, 0.02f};
+        REQUIRE(g.open(T, 1, 64) == RF_OK, "%s", g.err.text);
+        g.set(in, x), g.set(own, y), g.set(out, y);
+        REQUIRE(g.run(rows_of(T)) == RF_OK, "%s", g.err.text);
+        std::vector<double> want(y.begin(), y.end());
+        for (uint32_t t = 0; t < T; t++) {
+            std::vector<double> p(k + 1);
+            double most = -INFINITY, sum = 0;
+            for (uint32_t b = 0; b <= k; b++) {
+                const float *v = b < k ? &x[(size_t)t * (k * n + 3) + b * n] : &y[(size_t)t * (n + 1)];
+                double squares = 0, dot = 0;
+                for (uint32_t j = 0; j < n; j++) squares += (double)v[j] * v[j], dot += wd[j] * v[j];
+                most = fmax(most, p[b] = dot / sqrt(squares / n + (double)0.02f));
+            }
+            for (uint32_t b = 0; b <= k; b++) sum += p[b] = exp(p[b] - most);
+            for (uint32_t j = 0; j < n; j++) {
+                double v = p[k] * y[(size_t)t * (n + 1) + j];
+                for (uint32_t b = 0; b < k; b++) v += p[b] * x[(size_t)t * (k * n + 3) + b * n + j];
+                want[(size_t)t * (n + 1) + j] = v / sum;
+            }
+        }
+        compare(g.get(out), want, FLOAT_TOLERANCE, NMSE_TOLERANCE, "blend");
     }
 }
 
@@ -3479,6 +3520,7 @@ int main(int argc, char **argv) {
     RUN(test_scan);
     RUN(test_slice);
     RUN(test_index);
+    RUN(test_blend);
     RUN(test_together);
     RUN(test_joined_norm);
     RUN(test_glu_launch);

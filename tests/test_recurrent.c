@@ -583,6 +583,36 @@ static void test_index_op(void) {
     }
 }
 
+static void test_blend_op(void) {
+    enum { N = 53, BANKED = 6 };
+    static one_op o;
+    static double want[ROWS * N];
+    float w[N];
+    rf_error err = {0};
+    memset(&o, 0, sizeof o);
+    o.op = (rf_op){.kind = RF_OP_BLEND, .in = 0, .in2 = 1, .in3 = RF_NONE, .out = 3, .state = RF_NONE, .weight = 0, .bias = RF_NONE,
+                   .factor = RF_NONE, .blend = {N, BANKED, 0.02f}};
+    o.weights[0] = (rf_plan_weight){.name = "w", .type = RF_TYPE_F32, .n_in = N, .n_rows = 1, .size_bytes = 4 * N};
+    o.values[0] = w, o.n_weights = 1, o.state.width = 1;
+    o.widths[0] = N * BANKED, o.widths[1] = o.widths[3] = N, o.widths[2] = 1;
+    fill(w, N, 1), fill(o.x[0], ROWS * o.widths[0], 2), fill(o.x[1], ROWS * N, 3);
+    for (uint32_t r = 0; r < ROWS; r++) {
+        double p[BANKED + 1], total = 0;
+        for (uint32_t k = 0; k <= BANKED; k++) {
+            const float *x = k < BANKED ? o.x[0] + (r * BANKED + k) * N : o.x[1] + r * N;
+            double squares = 0, dot = 0;
+            for (uint32_t i = 0; i < N; i++) squares += (double)x[i] * x[i], dot += (double)x[i] * w[i];
+            total += p[k] = exp(dot / sqrt(squares / N + 0.02));
+        }
+        for (uint32_t i = 0; i < N; i++) {
+            want[r * N + i] = p[BANKED] / total * o.x[1][r * N + i];
+            for (uint32_t k = 0; k < BANKED; k++) want[r * N + i] += p[k] / total * o.x[0][(r * BANKED + k) * N + i];
+        }
+    }
+    CHECK(run_one(&o, turns, &err) == RF_OK, "%s", err.text);
+    agree(o.y, want, ROWS * N, "blend");
+}
+
 /* Matrices of heads that lie apart in one weight, and such whose rows go with the values: quantized ones as floats. */
 static void test_heads_op(void) {
     enum { HEADS = 2, REST = 3, ROW0 = 1, MOST = ROW0 + HEADS * 40 };
@@ -681,6 +711,7 @@ int main(int argc, char **argv) {
         RUN(test_scan_op);
         RUN(test_heads_op);
         RUN(test_index_op);
+        RUN(test_blend_op);
         RUN(test_wide_delta);
         RUN(test_slice_op);
         RUN(test_batches);
