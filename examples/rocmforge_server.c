@@ -242,7 +242,9 @@ typedef struct task {
     uint32_t max_tokens, n, n_top;
     json_t *tools;                /* in OpenAI's form, or NULL                          */
     const char *schema;           /* of the answer, or of a call that must come (forced_call) */
-    rf_grammar *grammar;          /* made of it, or of one that the request has         */
+    const char *gbnf;             /* the request's own grammar, or NULL                 */
+    rf_grammar *grammar;          /* made of either                                     */
+    int grammar_is_kept;          /* 1: it belongs to kept_grammars                     */
     int want_logprobs, want_stream, want_usage, no_cache, one_call, forced_call, echo, base64, counting;
     const char *stops[MAX_STOPS];
     uint32_t n_stops;
@@ -291,7 +293,7 @@ static void task_free(task *t) {
         t->blocks = b->next;
         free(b);
     }
-    rf_grammar_close(t->grammar, NULL);
+    if (!t->grammar_is_kept) rf_grammar_close(t->grammar, NULL);
     json_decref(t->root), json_decref(t->tools);
     free(t->out.data);
     free(t);
@@ -797,18 +799,17 @@ static int read_format(task *t, const json_t *v, const char *key) {
 
 /* Compile what the answer must be. */
 static int open_grammar(task *t, const json_t *o) {
-    const char *gbnf = NULL, *source = t->schema;
     const json_t *schema;
     rf_error err;
-    if (!get_text(t, o, "grammar", &gbnf) || !get_object(t, o, "json_schema", &schema)) return 0;
-    if (gbnf && !*gbnf) gbnf = NULL;
-    if (!!gbnf + !!schema + !!source > 1)
+    if (!get_text(t, o, "grammar", &t->gbnf) || !get_object(t, o, "json_schema", &schema)) return 0;
+    if (t->gbnf && !*t->gbnf) t->gbnf = NULL;
+    if (!!t->gbnf + !!schema + !!t->schema > 1)
         return refuse(t, 400, "grammar", "want one of grammar, json_schema, response_format and a required call");
-    if (schema && !(source = json_text(t, schema))) return 0;
-    if (!gbnf && !source) return 1;
-    const rf_result r = rf_grammar_open(g.tokenizer, gbnf ? RF_GRAMMAR_GBNF : RF_GRAMMAR_JSON_SCHEMA,
-                                        rf_string_of(gbnf ? gbnf : source), NULL, &t->grammar, &err);
-    return r == RF_OK || refuse_result(t, gbnf ? "grammar" : t->forced_call ? "tools" : "response_format", r, &err);
+    if (schema && !(t->schema = json_text(t, schema))) return 0;
+    if (!t->gbnf && !t->schema) return 1;
+    const rf_result r = rf_grammar_open(g.tokenizer, t->gbnf ? RF_GRAMMAR_GBNF : RF_GRAMMAR_JSON_SCHEMA,
+                                        rf_string_of(t->gbnf ? t->gbnf : t->schema), NULL, &t->grammar, &err);
+    return r == RF_OK || refuse_result(t, t->gbnf ? "grammar" : t->forced_call ? "tools" : "response_format", r, &err);
 }
 
 /* ---- prompts ---- */
@@ -1134,8 +1135,7 @@ static int open_sampler(choice *c) {
     if (r != RF_OK) return refuse_result(t, NULL, r, &err);
     const uint32_t n = c->n_prompt < RF_SAMPLER_HISTORY ? c->n_prompt : RF_SAMPLER_HISTORY;
     for (uint32_t i = c->n_prompt - n; i < c->n_prompt; i++) rf_sampler_accept(&c->sampler, c->prompt[i]);
-    return !t->grammar || (rf_grammar_matcher_open(t->grammar, 0, &c->matcher, &err) == RF_OK) ||
-           refuse_result(t, NULL, err.code, &err);
+    return 1;
 }
 
 static int make_choices(task *t) {
@@ -1147,7 +1147,6 @@ static int make_choices(task *t) {
         c->prompt = t->inputs[i / t->n].tokens, c->n_prompt = t->inputs[i / t->n].n_tokens;
         c->detokenizer = (rf_detokenizer){.tokenizer = g.tokenizer, .started = 1};
         if (!open_sampler(c) || (t->api != API_COMPLETIONS && !open_answer(c))) return 0;
-        if (c->matcher) rf_answer_guide(c->answer, c->matcher, &c->sampler);
     }
     t->n_open = t->n_choices;
     return 1;
@@ -1975,7 +1974,7 @@ static void on_end(rf_result reason, void *user) {
             rf_grammar_matcher_close(t->choices[i].matcher, NULL);
             t->choices[i].matcher = NULL;
         }
-        rf_grammar_close(t->grammar, NULL);
+        if (!t->grammar_is_kept) rf_grammar_close(t->grammar, NULL);
         t->grammar = NULL;
     }
     task_done(t);
@@ -1984,15 +1983,60 @@ static void on_end(rf_result reason, void *user) {
 
 /* ==== threads ==== */
 
+/* Grammars that were used of late: their token masks are known. They are the scheduler thread's, for one thread at a
+ * time may use a grammar and its matchers. */
+static struct kept_grammar {
+    char *source;
+    rf_grammar *grammar;
+    int is_gbnf;
+    uint64_t used;
+} kept_grammars[16];
+#define N_KEPT_GRAMMARS (sizeof kept_grammars / sizeof kept_grammars[0])
+
+/* Take a kept grammar in place of the task's, or keep this one in place of one that was not used for longest and has
+ * no matchers. */
+static void keep_grammar(task *t) {
+    static uint64_t now;
+    const char *source = t->gbnf ? t->gbnf : t->schema;
+    struct kept_grammar *oldest = kept_grammars;
+    now++;
+    for (struct kept_grammar *k = kept_grammars; k < kept_grammars + N_KEPT_GRAMMARS; k++) {
+        if (k->source && k->is_gbnf == (t->gbnf != NULL) && strcmp(k->source, source) == 0) {
+            rf_grammar_close(t->grammar, NULL);
+            t->grammar = k->grammar, t->grammar_is_kept = 1, k->used = now;
+            return;
+        }
+        if (k->used < oldest->used) oldest = k;
+    }
+    char *copy = strlen(source) <= 65536 ? strdup(source) : NULL;
+    if (!copy || rf_grammar_close(oldest->grammar, NULL) != RF_OK) {
+        free(copy);
+        return;
+    }
+    free(oldest->source);
+    *oldest = (struct kept_grammar){copy, t->grammar, t->gbnf != NULL, now};
+    t->grammar_is_kept = 1;
+}
+
+static void drop_grammars(void) {
+    for (struct kept_grammar *k = kept_grammars; k < kept_grammars + N_KEPT_GRAMMARS; k++) {
+        rf_grammar_close(k->grammar, NULL);
+        free(k->source);
+    }
+}
+
 static void submit(task *t) {
     t->submitted = 1;
+    if (t->grammar) keep_grammar(t);
     for (uint32_t i = 0; i < t->n_choices; i++) {
         choice *c = &t->choices[i];
+        rf_error err = {0};
+        rf_result r = t->grammar ? rf_grammar_matcher_open(t->grammar, 0, &c->matcher, &err) : RF_OK;
+        if (c->matcher) rf_answer_guide(c->answer, c->matcher, &c->sampler);
         const rf_request request = {.prompt = c->prompt, .n_prompt = c->n_prompt, .max_tokens = t->max_tokens,
                                     .sampler = &c->sampler, .on_token = on_token, .on_end = on_end, .user = c,
                                     .no_reuse = (uint32_t)t->no_cache, .n_reused = &c->n_reused};
-        rf_error err = {0};
-        const rf_result r = rf_scheduler_submit(g.scheduler, &request, &err);
+        if (r == RF_OK) r = rf_scheduler_submit(g.scheduler, &request, &err);
         const int last = i + 1 == t->n_choices; /* a task whose choices all failed is gone after that */
         if (r != RF_OK) refuse_result(t, NULL, r, &err), on_end(r, c);
         if (last) return;
@@ -2042,6 +2086,7 @@ static void *schedule(void *unused) {
         rf_scheduler_step(g.scheduler, &n_active, NULL);
     }
     rf_scheduler_close(g.scheduler, NULL);
+    drop_grammars();
     free(line.data);
     return NULL;
 }
