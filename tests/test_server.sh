@@ -127,13 +127,13 @@ case_page() {
     mkdir -p "$dir/page"
     python3 tests/server/test_page.py "$server" $model "$dir/parrot.gguf" "$dir/page"
 }
-# 10,000 requests, and bodies of all kinds, under sanitizers: the leak checker runs when the server ends
+# 10,000 requests, and bodies of all kinds, with the server under sanitizers and the library as it is built: leaks of either are found when
+# the server ends (the library's own sanitizer builds are test_sanitizers.sh's)
 case_leaks() {
     need_server
     sanitize="-g1 -O1 -fno-omit-frame-pointer -fno-sanitize-recover=all -fsanitize=address,undefined"
-    cc $sanitize -DROCMFORGE_NO_SIMD -DROCMFORGE_IMPLEMENTATION -x c -c rocmforge.h -o "$dir/asan.o"
-    cc $sanitize -DROCMFORGE_IMPLEMENTATION_DONE -I. examples/rocmforge_server.c "$dir/asan.o" -o "$dir/server_asan" $libraries
-    cc $sanitize -DROCMFORGE_IMPLEMENTATION_DONE -I. tests/server/fuzz_bodies.c "$dir/asan.o" -o "$dir/fuzz_asan" $libraries
+    cc $sanitize -DROCMFORGE_IMPLEMENTATION_DONE -I. examples/rocmforge_server.c "$build/rocmforge.a" -o "$dir/server_asan" $libraries
+    cc $sanitize -DROCMFORGE_IMPLEMENTATION_DONE -I. tests/server/fuzz_bodies.c "$build/rocmforge.a" -o "$dir/fuzz_asan" $libraries
     cc -O1 -o "$dir/load_asan" tests/server/load.c -lm -pthread
     "$dir/fuzz_asan" 20000
     server=$dir/server_asan
