@@ -122,7 +122,7 @@ endef
 deps:    ## install what the optional suites need (Debian packages; run as root)
 	apt-get install -y gcc g++ clang libclang-rt-14-dev valgrind libc6-dbg spin python3 python3-numpy musl-tools \
 	  gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user universal-ctags hipcc debootstrap cmake libedit-dev python3-sentencepiece \
-	  libmicrohttpd-dev libjansson-dev curl nodejs npm chromium chromium-driver nginx-light
+	  libmicrohttpd-dev libjansson-dev curl nodejs npm chromium chromium-driver nginx-light python3-jsonschema
 
 clean:    ## remove build/
 	rm -rf $(B)

@@ -23995,8 +23995,7 @@ ROCMFORGE_API rf_result rf_chat_tokenize(const rf_tokenizer *t, const rf_chat *c
 #define RFI_GR_STEP 0xffffffffu /* an edge that reads nothing                                     */
 #define RFI_GR_CALL 0x80000000u /* | rule: an edge that reads a text of the rule                  */
 #define RFI_GR_NONE 0xffffffffu
-#define RFI_GR_SLICES 3
-#define RFI_GR_SLICE_BYTES 16   /* longest token of a slice but the last                          */
+#define RFI_GR_SLICES 5
 #define RFI_GR_SET_MAX 1024     /* configurations of a set                                        */
 
 /* ---- the vocabulary, once a tokenizer ---- */
@@ -24010,7 +24009,7 @@ typedef struct rfi_gr_tree {
 } rfi_gr_tree;
 
 typedef struct rfi_gr_vocab {
-    rfi_gr_tree slices[RFI_GR_SLICES]; /* plain ASCII; other plain text; the rest                 */
+    rfi_gr_tree slices[RFI_GR_SLICES]; /* plain ASCII by length; other plain text; the rest       */
     uint32_t *order;                   /* [n_vocab] tokens by slice, then by their bytes          */
     uint32_t *at;                      /* [n_vocab + 1] bytes of a token: bytes[at[id] ...)       */
     uint8_t *bytes;
@@ -24024,7 +24023,9 @@ static const uint8_t rfi_gr_plain[][4] = {
     {0, 0xe1, 0xec, 2}, {0, 0xed, 0xed, 5}, {0, 0xee, 0xef, 2}, {0, 0xf0, 0xf0, 6}, {0, 0xf1, 0xf3, 3},
     {0, 0xf4, 0xf4, 7}, {1, 0x80, 0xbf, 0}, {2, 0x80, 0xbf, 1}, {3, 0x80, 0xbf, 2}, {4, 0xa0, 0xbf, 1},
     {5, 0x80, 0x9f, 1}, {6, 0x90, 0xbf, 2}, {7, 0x80, 0x8f, 2}};
-#define RFI_GR_PLAIN_ROWS(slice) ((slice) == 0 ? 3u : RFI_COUNT(rfi_gr_plain))
+#define RFI_GR_PLAIN_ROWS(slice) ((slice) < 3 ? 3u : RFI_COUNT(rfi_gr_plain))
+/* The longest token of a slice. Near the end of a counted text the short ones can still be taken as a whole. */
+static const uint8_t rfi_gr_slice_bytes[RFI_GR_SLICES] = {4, 8, 16, 16, 255};
 
 /* The bytes that a token adds to a text; none of control, unknown, unused and end tokens.
  *   out  out  [>= the bytes of its spelling] */
@@ -24048,7 +24049,7 @@ static uint32_t rfi_gr_token_bytes(const rf_tokenizer *t, uint32_t id, uint8_t *
 
 static uint32_t rfi_gr_slice_of(const uint8_t *p, uint32_t n) {
     uint32_t state = 0, is_ascii = 1;
-    if (n > RFI_GR_SLICE_BYTES) return RFI_GR_SLICES - 1;
+    if (n > 16) return RFI_GR_SLICES - 1;
     for (uint32_t i = 0; i < n; i++) {
         uint32_t row = 0;
         while (row < RFI_COUNT(rfi_gr_plain) && (rfi_gr_plain[row][0] != state || p[i] < rfi_gr_plain[row][1] ||
@@ -24057,7 +24058,7 @@ static uint32_t rfi_gr_slice_of(const uint8_t *p, uint32_t n) {
         state = rfi_gr_plain[row][3];
         is_ascii &= row < 3;
     }
-    return state ? RFI_GR_SLICES - 1 : is_ascii ? 0 : 1;
+    return state ? RFI_GR_SLICES - 1 : !is_ascii ? 3 : n <= 4 ? 0 : n <= 8 ? 1 : 2;
 }
 
 static int rfi_gr_token_less(const rfi_gr_vocab *v, const uint8_t *slice, uint32_t a, uint32_t b) {
@@ -24413,7 +24414,7 @@ static uint32_t rfi_gr_follow(rf_grammar *g, uint32_t set, uint32_t class) {
 static int rfi_gr_takes(rf_grammar *g, uint32_t set, uint32_t slice) {
     enum { MOST = 96 };
     uint32_t pairs[MOST][2] = {{set, 0}}, n = 1, n_level = 1;
-    for (uint32_t i = 0, depth = 0; i < n && depth < RFI_GR_SLICE_BYTES; i++) {
+    for (uint32_t i = 0, depth = 0; i < n && depth < rfi_gr_slice_bytes[slice]; i++) {
         if (i == n_level) n_level = n, depth++;
         for (uint32_t class = 0; class < g->n_classes; class++)
             for (uint32_t row = 0; row < RFI_GR_PLAIN_ROWS(slice); row++) {
@@ -26023,6 +26024,7 @@ ROCMFORGE_API rf_result rf_grammar_matcher_apply(rf_grammar_matcher *m, float *l
         RFI_8(-INFINITY), RFI_8(-INFINITY), RFI_8(-INFINITY), RFI_8(-INFINITY),
         RFI_8(-INFINITY), RFI_8(-INFINITY), RFI_8(-INFINITY), RFI_8(-INFINITY)};
 #undef RFI_8
+    static const uint64_t low[4] = {0, 0xffffffffu, 0xffffffff00000000u, UINT64_MAX}; /* floats that pass, of two */
     const uint64_t *mask;
     uint64_t any = 0;
     if (!logits) m = NULL;
@@ -26036,8 +26038,16 @@ ROCMFORGE_API rf_result rf_grammar_matcher_apply(rf_grammar_matcher *m, float *l
         const uint32_t n = (uint32_t)rfi_min_u64(64, n_vocab - 64 * w);
         any |= bits;
         if (bits == 0) memcpy(logits + 64 * w, banned, n * sizeof *logits);
-        else for (uint32_t i = 0; i < n; i++)
+        else if (n < 64) for (uint32_t i = 0; i < n; i++) {
             if (!(bits >> i & 1)) logits[64 * w + i] = -INFINITY;
+        }
+        else for (uint32_t i = 0; ~bits && i < 64; i += 2) { /* two at a time, without branches */
+            const uint64_t pass = low[bits >> i & 3];
+            uint64_t two;
+            memcpy(&two, logits + 64 * w + i, sizeof two);
+            two = (two & pass) | (0xff800000ff800000u & ~pass);
+            memcpy(logits + 64 * w + i, &two, sizeof two);
+        }
     }
     if (opens) logits[m->opener] = logit;
     if (any) return RF_OK;

@@ -150,7 +150,7 @@ static const char *const grammar_cases[] = {
     "-\"b e\"",
     "+\"xxbeyy\\\"\"",
     "-\"\"",
-    "{\"type\": \"string\", \"pattern\": \"^(foo|ba[rz])$|^\\\\s*x\"}",
+    "{\"type\": \"string\", \"pattern\": \"^(foo|ba[rz])$|^[ \\\\t]*x\"}",
     "+\"foo\"",
     "+\"bar\"",
     "+\"baz\"",
