@@ -16989,8 +16989,10 @@ static uint64_t rfi_plan_hash(const rf_plan *p) {
         h = rfi_hash_bytes(h, shape, sizeof shape);
     }
     for (uint32_t i = 0; i < p->n_ops; i++) /* keys were rotated by the factors that the session chose */
-        if (p->ops[i].kind == RF_OP_ROPE && p->ops[i].factor != RF_NONE)
-            h = rfi_hash_bytes(h, &p->weights[p->ops[i].weight].slot, sizeof(uint32_t));
+        if (p->ops[i].kind == RF_OP_ROPE && p->ops[i].factor != RF_NONE) {
+            const uint32_t chosen = p->ops[i].weight; /* RF_NONE: the file has factors for long contexts alone */
+            h = rfi_hash_bytes(h, chosen == RF_NONE ? &chosen : &p->weights[chosen].slot, sizeof chosen);
+        }
     return h;
 }
 

@@ -200,6 +200,28 @@ static void test_damage(void) {
     rig_close(&r);
 }
 
+/* Factors of rope for long contexts alone: a short session has none, and saves and restores. */
+static void test_long_factors_alone(void) {
+    static const char name[] = "rope_factors_short.weight", other[] = "rope_factors_.input_scale"; /* has no effect */
+    static saved kept;
+    const rf_session_io io = {saved_write, saved_read, &kept};
+    const rf_session_desc sd = {.n_ctx = 16, .n_seq_max = 2, .n_logits_max = 2};
+    mg_buf file = {0};
+    rig r;
+    mg_family_model(&file, &(mg_family){.arch = "phi3", .has = MG_QKV | MG_FUSED_GATE | MG_LONG_ROPE});
+    uint8_t *at = memmem(file.data, file.n, name, sizeof name - 1);
+    REQUIRE(at);
+    memcpy(at, other, sizeof name - 1);
+    REQUIRE(rig_open(&r, &(rig_how){.file = &file, .session = &sd}), "%s", r.err.text);
+    r.file = file;
+    const int32_t tokens[] = {5, 6, 7};
+    kept.n = 0;
+    CHECK(rf_session_forward(r.s, tokens, 3, NULL, &r.err) == RF_OK, "%s", r.err.text);
+    CHECK(rf_session_save(r.s, 0, &io, &r.err) == RF_OK, "%s", r.err.text);
+    CHECK(rf_session_restore(r.s, 1, &io, &r.err) == RF_OK && rf_session_length(r.s, 1) == 3, "%s", r.err.text);
+    rig_close(&r);
+}
+
 /* Header, tokens and values that somebody made up, under a right checksum: refused, or a sequence like any other. Nothing
  * else of the session changes. */
 static void test_forged(void) {
@@ -352,6 +374,7 @@ int main(int argc, char **argv) {
     RUN(test_hidden);
     RUN(test_same_bits);
     RUN(test_damage);
+    RUN(test_long_factors_alone);
     RUN(test_forged);
     RUN(test_other_models);
     RUN(test_faults);
