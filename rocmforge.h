@@ -28716,6 +28716,8 @@ RFI_ONCE_CODE_END
  *          rf_generate: from prompt or messages to text, in one call. rf_answer_open: thoughts, answer, tool calls.
  *          Schedulers share prefixes between requests: rf_request.no_reuse, n_reused; rf_scheduler_cancel. A server:
  *            examples/rocmforge_server.c.
+ *          Sparse attention: op INDEX chooses what deepseek32, glm-dsa and minimax-m3 attend to, in contexts of any
+ *            length; kimi-k3: op BLEND, RF_ACT_SITU. KV_STORE without values; rf_attention_params.n_dense.
  *   0.2.0  Renames and one rule for each kind of call; old -> new:
  *            rf_eval, rf_forward                 -> rf_session_eval, rf_session_forward
  *            rf_row                              -> rf_token_row
