@@ -17,7 +17,7 @@ need_server() {
 start() {
     "$server" "$@" --port 0 --device cpu --threads 1 >"$dir/$name.server" 2>&1 &
     pid=$!
-    trap 'kill $pids $pid 2>/dev/null' EXIT
+    trap 'kill $pids $pid 2>/dev/null || true' EXIT
     for _ in $(seq 100); do
         url=$(sed -n 's/.*: \(http:.*\)$/\1/p' "$dir/$name.server")
         [ -z "$url" ] || return 0
