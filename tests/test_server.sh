@@ -28,14 +28,16 @@ start() {
 }
 name=$2 pids=
 
-build_parrot() {
+# a model that says what it is told
+make_parrot() {
     need python3 python3
-    python3 tests/make_parrot.py tests/server/parrot.jinja "$dir/parrot.gguf"
+    parrot=$dir/parrot_$name.gguf
+    python3 tests/make_parrot.py tests/server/parrot.jinja "$parrot"
 }
 case_http() {
     need_server
-    need python3 python3
-    python3 tests/server/test_http.py "$server" $model "$dir/parrot.gguf"
+    make_parrot
+    python3 tests/server/test_http.py "$server" $model "$parrot"
 }
 # one line of curl, as README.md has it
 case_curl() {
@@ -76,19 +78,20 @@ case_bodies() {
 }
 case_long() {
     need_server
-    need python3 python3
-    python3 tests/server/test_http.py "$server" $model "$dir/parrot.gguf" long
+    make_parrot
+    python3 tests/server/test_http.py "$server" $model "$parrot" long
 }
 case_npm_clients() {
     need_server
     need npm npm
+    make_parrot
     mkdir -p "$dir/npm"
     cp tests/server/clients.mjs "$dir/npm/"
     echo '{"private": true}' >"$dir/npm/package.json"
     (cd "$dir/npm" && npm install --no-audit --no-fund --loglevel=error openai@7 @anthropic-ai/sdk@1) || { echo "no npm registry"; exit 77; }
     start $model
     pids=$pid first=$url name=$name.parrot
-    start "$dir/parrot.gguf"
+    start "$parrot"
     node "$dir/npm/clients.mjs" "$first" "$url"
     block js | sed "s,http://127.0.0.1:8080,$first," >"$dir/npm/readme.mjs"
     [ "$(node "$dir/npm/readme.mjs" | wc -c)" -gt 20 ]
@@ -123,9 +126,9 @@ case_page() {
     need_server
     need chromedriver chromium-driver
     need chromium chromium
-    need python3 python3
+    make_parrot
     mkdir -p "$dir/page"
-    python3 tests/server/test_page.py "$server" $model "$dir/parrot.gguf" "$dir/page"
+    python3 tests/server/test_page.py "$server" $model "$parrot" "$dir/page"
 }
 # 10,000 requests, and bodies of all kinds, with the server under sanitizers and the library as it is built: leaks of either are found when
 # the server ends (the library's own sanitizer builds are test_sanitizers.sh's)
