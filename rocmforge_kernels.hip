@@ -5017,8 +5017,10 @@ RFK_DEVICE void rfk_wgmma_put(const rfk_wgmma_args &a, const rfk_product &p, con
 #endif
 
 /* grid [ceil(cols / 128) or tiles of pairs, row tiles of all products, splits]   block 256   LDS 98 KiB
- * n_in % 64 == 0   reads W once per 128 columns and x once per 128 rows */
-template <int TYPE> static __global__ void RFK_RESIDENT(RFK_WGMMA_BLOCK, 2) rfk_matmul_wgmma(rfk_wgmma_args a) {
+ * n_in % 64 == 0   reads W once per 128 columns and x once per 128 rows
+ * ONLY: the one type of a class that comes here; its producers do not branch on the type. */
+template <int TYPE, uint32_t ONLY = RF_TYPE_COUNT>
+static __global__ void RFK_RESIDENT(RFK_WGMMA_BLOCK, 2) rfk_matmul_wgmma(rfk_wgmma_args a) {
 #if defined(RFK_HAS_WGMMA)
     const bool HALVES = TYPE == RF_TYPE_F16, /* F32 stands for a type that is not built */
                COPIED = HALVES || TYPE == RF_TYPE_BF16 || TYPE == RF_TYPE_F32;
@@ -5046,6 +5048,7 @@ template <int TYPE> static __global__ void RFK_RESIDENT(RFK_WGMMA_BLOCK, 2) rfk_
     __syncthreads();
     if (threadIdx.x >= RFK_WARPGROUP) {
         rfk_shrink_registers<88>();
+        if (ONLY < RF_TYPE_COUNT) p.w.type = ONLY;
         if (COPIED) rfk_wgmma_copy(t.m, p, work, s, barriers);
         else rfk_wgmma_fill<COPIED ? RF_TYPE_Q8_0 : TYPE>(t.m, p, work, s, barriers);
         __syncthreads(); /* matches the barriers in rfk_wgmma_multiply */
@@ -5062,9 +5065,10 @@ template <int TYPE> static __global__ void RFK_RESIDENT(RFK_WGMMA_BLOCK, 2) rfk_
 #endif
 }
 
-static void (*rfk_find_wgmma(uint32_t kernel_type))(rfk_wgmma_args) {
+static void (*rfk_find_wgmma(uint32_t type))(rfk_wgmma_args) {
+    if (type == RF_TYPE_MXFP4) return rfk_matmul_wgmma<RFK_BUILT(RFK_OTHER32), RF_TYPE_MXFP4>;
 #define RFK_QUANTIZED_CASE(TYPE) case TYPE: return rfk_matmul_wgmma<RFK_BUILT(TYPE)>;
-    switch (kernel_type) {
+    switch (rfk_kernel_type(type)) {
         RFK_QUANTIZED_TYPES(RFK_QUANTIZED_CASE)
     case RF_TYPE_F16: return rfk_matmul_wgmma<RFK_BUILT_FLOAT(RF_TYPE_F16)>;
     case RF_TYPE_BF16: return rfk_matmul_wgmma<RFK_BUILT_FLOAT(RF_TYPE_BF16)>;
@@ -8193,7 +8197,7 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
         d->early = cudaFuncGetAttributes(&kernel, rows[0]) == cudaSuccess && kernel.ptxVersion >= 90;
         for (int i = 0; i < 2; i++)
             (void)cudaFuncSetAttribute(rows[i], cudaFuncAttributeMaxDynamicSharedMemorySize, RFK_MAX_COLUMN / 64 * 96);
-        for (uint32_t type = 0; d->wgmma && type <= RFK_OTHER16; type++) {
+        for (uint32_t type = 0; d->wgmma && type < RF_TYPE_COUNT; type++) {
             const void *bf16 = (const void *)rfk_find_wgmma(type);
             if (!bf16) continue;
             if (cudaFuncSetAttribute(bf16, cudaFuncAttributeMaxDynamicSharedMemorySize, RFK_WGMMA_BYTES) !=
@@ -9704,7 +9708,7 @@ static rf_result rfk_run_matmul_float(rfk_launching *l, const rfk_matmul_args *p
 
 static rf_result rfk_launch_wgmma(const rfk_launching *l, const rfk_wgmma_args *a, dim3 grid) {
     const rfk_config c = {grid, dim3(RFK_WGMMA_BLOCK), RFK_WGMMA_BYTES, 0, l->q->stream};
-    return rfk_enqueue_config(l, rfk_find_wgmma(rfk_kernel_type(l->p->plan->weights[l->op->weight].type)), c, *a);
+    return rfk_enqueue_config(l, rfk_find_wgmma(l->p->plan->weights[l->op->weight].type), c, *a);
 }
 
 /* Tiles of 16-bit floats, on wgmma. */
