@@ -1847,8 +1847,6 @@ static int time_parallel(app *a, uint32_t n, double *ms) {
     rf_token_row rows[PARALLEL_MAX];
     rf_session_desc desc = session_desc(a, PARALLEL_DEPTH + a->o.n_decode, n);
     desc.n_seq_max = n + 1;
-    a->n_ctx = desc.n_ctx;
-    if (PARALLEL_DEPTH + a->o.n_decode > a->n_ctx) return too_long(a, PARALLEL_DEPTH + a->o.n_decode);
     if ((code = lib(a, rf_session_open(a->m, &desc, &a->s, &a->err)))) return code;
     catch_interrupt(a->s);
     for (int run = -1; run < (int)a->o.n_repeat; run++) { /* the first one does not count */
@@ -1881,6 +1879,8 @@ static int run_parallel(app *a) {
                     "got \"%s\"", DEPTHS_MAX, PARALLEL_MAX, a->o.parallel);
     if ((code = open_model(a, a->o.device))) return code;
     if (a->o.ctx == 0) a->o.ctx = PARALLEL_DEPTH + a->o.n_decode;
+    a->n_ctx = (uint32_t)a->o.ctx;
+    if (PARALLEL_DEPTH + a->o.n_decode > a->n_ctx) return too_long(a, PARALLEL_DEPTH + a->o.n_decode);
     if (a->o.json) fputs("{\"results\": [", stdout);
     else puts("sequences  step_ms  sequence_tok_s  all_tok_s");
     for (uint32_t i = 0; i < v->len; i++) {

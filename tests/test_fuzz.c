@@ -552,7 +552,7 @@ static void fuzz_grammar(const unsigned char *data, size_t n) {
     rf_error err;
     if (!file) {
         mg_gguf w;
-        mg_buf b;
+        mg_buf b = {0};
         mg_begin(&w, 3);
         small_spm(&w);
         mg_finish(&w, &b);
