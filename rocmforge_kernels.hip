@@ -2497,18 +2497,6 @@ RFK_DEVICE void rfk_put_pair(const rfk_experts_args &a, uint32_t pair, uint32_t 
     a.out[(size_t)(pair / a.n_used) * a.out_stride + (size_t)(pair % a.n_used) * a.out_choice + row] = v;
 }
 
-/* The same for rows 4i .. 4i + 3. */
-RFK_DEVICE void rfk_put_pair4(const rfk_experts_args &a, uint32_t pair, uint32_t expert, uint32_t i, float *v) {
-    float *out = a.out + (size_t)(pair / a.n_used) * a.out_stride + (size_t)(pair % a.n_used) * a.out_choice;
-    const float factor = a.factor ? rfk_load_any(a.factor, a.factor_type, expert) : 1.0f;
-    for (uint32_t k = 0; k < 4; k++) {
-        v[k] *= factor;
-        if (a.bias && 4 * i + k < a.n_out)
-            v[k] += rfk_load_any(a.bias, a.bias_type, (size_t)expert * a.n_out + 4 * i + k);
-    }
-    rfk_set4(out, i, a.n_out, v);
-}
-
 /* grid [ceil(n_out / 4), n_used, rows]   block 4 waves, a row of W each   reads W once per pair */
 template <int TYPE, int WAVE>
 static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_experts(rfk_experts_args a) {
@@ -3923,15 +3911,10 @@ RFK_DEVICE void rfk_copy16(int4 *to, const int4 *from) {
                  : "memory");
 }
 RFK_DEVICE void rfk_wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-RFK_DEVICE void rfk_commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-/* Wait until at most one committed group of this thread's copies is in flight. */
-RFK_DEVICE void rfk_wait_copies_but_one() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
 #else
 #define RFK_ASYNC_COPIES 0
 RFK_DEVICE void rfk_copy16(int4 *to, const int4 *from) { *to = *from; }
 RFK_DEVICE void rfk_wait_copies() {}
-RFK_DEVICE void rfk_commit_copies() {}
-RFK_DEVICE void rfk_wait_copies_but_one() {}
 #endif
 
 RFK_DEVICE const rfk_tiles_args &rfk_tiles(const rfk_tiles_args &t) { return t; }
@@ -4608,6 +4591,7 @@ RFK_DEVICE void rfk_few_block(const rfk_few_args &a, const rfk_product &p, uint3
 template <int WAVE, bool NARROW, bool OTHER>
 static __global__ void RFK_RESIDENT(RFK_FEW_WAVES *WAVE, 2) rfk_few(rfk_few_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
+    if (WAVE == 64 && !RFK_HAS_UNITS) return; /* never launched: it would spill */
     typedef rfk_few_shared<WAVE> shared;
     RFK_SHARED(shared, s);
     uint32_t number = blockIdx.y, which = 0;
@@ -4674,6 +4658,15 @@ typedef uint64_t rfk_mbarrier;
 #endif
 
 #if defined(RFK_HAS_WGMMA)
+
+/* Commit this thread's copies as a group; wait until at most one group is in flight. */
+#if defined(RFK_SM80)
+RFK_DEVICE void rfk_commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+RFK_DEVICE void rfk_wait_copies_but_one() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
+#else
+RFK_DEVICE void rfk_commit_copies() {}
+RFK_DEVICE void rfk_wait_copies_but_one() {}
+#endif
 struct rfk_wgmma_columns {
     uint32_t x[RFK_WGMMA_COLS]; /* rfk_wgmma_tile.x_row */
 };
@@ -4971,6 +4964,18 @@ struct rfk_wgmma_args {
 };
 
 #if defined(RFK_HAS_WGMMA)
+
+/* As rfk_put_pair, rows 4i .. 4i + 3. */
+RFK_DEVICE void rfk_put_pair4(const rfk_experts_args &a, uint32_t pair, uint32_t expert, uint32_t i, float *v) {
+    float *out = a.out + (size_t)(pair / a.n_used) * a.out_stride + (size_t)(pair % a.n_used) * a.out_choice;
+    const float factor = a.factor ? rfk_load_any(a.factor, a.factor_type, expert) : 1.0f;
+    for (uint32_t k = 0; k < 4; k++) {
+        v[k] *= factor;
+        if (a.bias && 4 * i + k < a.n_out)
+            v[k] += rfk_load_any(a.bias, a.bias_type, (size_t)expert * a.n_out + 4 * i + k);
+    }
+    rfk_set4(out, i, a.n_out, v);
+}
 /* A block does two adjacent tiles of an expert's pairs.   False: the block has nothing to do, or the expert is not
  * loaded and its results were set to NaN. */
 RFK_DEVICE bool rfk_wgmma_find_pairs(const rfk_wgmma_args &a, rfk_product *p, rfk_wgmma_tile *work, uint32_t *x_row) {
@@ -9329,7 +9334,8 @@ static rf_result rfk_plan_create(rf_dev *d, const rf_plan_bind *bind, rf_prepare
     p->n_logits = bind->n_logits;
     p->cache_type = bind->cache_type;
     p->n_slots = bind->n_slots;
-    p->n_few = d->wrong_units & RFK_WRONG_BYTES ? 1 : p->n_batch < RFK_FEW_STEP ? p->n_batch : RFK_FEW_STEP;
+    const int has_few = !(d->wrong_units & RFK_WRONG_BYTES) && (d->has_units || d->wave == 32);
+    p->n_few = !has_few ? 1 : p->n_batch < RFK_FEW_STEP ? p->n_batch : RFK_FEW_STEP;
     p->ops = (rfk_bound *)rfk_alloc(&d->allocator, plan->n_ops, sizeof *p->ops, "a prepared plan", err);
     p->segments =
         (uint32_t *)rfk_alloc(&d->allocator, (uint64_t)plan->n_ops + 1, sizeof *p->segments, "segments", err);

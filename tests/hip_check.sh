@@ -1,7 +1,7 @@
 #!/bin/sh
 # hip_check.sh [FILE.hip|FILE.s]: compile the kernels for every GPU that the installed hipcc knows, and check the
-# compiler's statistics of each kernel: no spilled vector registers, no dynamic stack, no private memory (prefill matmuls may have
-# some). Needs hipcc, no GPU. HIPCC and TARGETS override the compiler and the list of GPUs. FILE.s: check this assembly (hipcc
+# compiler's statistics of each kernel: no spilled vector registers (prefill attention: 32 at most), no dynamic stack, no private
+# memory (prefill may have some). Needs hipcc, no GPU. HIPCC and TARGETS override the compiler and the list of GPUs. FILE.s: check this assembly (hipcc
 # --save-temps) instead of compiling.
 file=${1:-rocmforge_kernels.hip}
 hipcc=${HIPCC:-hipcc}
@@ -41,8 +41,9 @@ check() {
     checked=$((checked + n))
     [ "$n" -gt 0 ] || { echo "hip_check: $1: no kernels in the assembly"; bad=1; }
     awk -v t="$1" '
-        $4 != 0 && $1 ~ /rfk_matmul/ { tiles++ } # costs prefill little: only reported
-        $2 != 0 || ($4 != 0 && $1 !~ /rfk_matmul/) || $5 != "false" {
+        { prompt = $1 ~ /rfk_matmul|rfk_flash/; limit = $1 ~ /rfk_flash/ ? 32 : 0 } # of 256 registers
+        $4 != 0 && prompt { tiles++ } # costs prefill little: only reported
+        $2 > limit || ($4 != 0 && !prompt) || $5 != "false" {
             print "hip_check: " t ": " $1 ": vgpr spills " $2 ", private bytes " $4 ", dynamic stack " $5
             bad = 1
         }
