@@ -2306,7 +2306,7 @@ static void fill_states(Rig &g, const DecoderShape &c, uint32_t n_seq) {
     }
 }
 
-/* A prompt, then tokens one by one. Two sequences alike in one step: ops as they are; one: as decode steps launch them;
+/* A prompt, then tokens one by one. Two sequences alike in one step: kernels of several rows; one: those of one row;
  * whole: from a graph. Returns the logits of all steps. */
 static std::vector<float> decoder_run(rf_dev *d, const DecoderShape &c, uint32_t n_seq, bool whole) {
     std::vector<float> all;
@@ -2320,11 +2320,11 @@ static std::vector<float> decoder_run(rf_dev *d, const DecoderShape &c, uint32_t
     }
     if (c.windowed >= 2) fill_states(g, c, n_seq);
     for (size_t i = 0; i < places.size(); i++) {
-        /* so few at a time that two sequences take the kernels that one takes */
+        /* so few at a time that two sequences take the kernels that one takes: those of several rows */
         for (uint32_t from = i == 0 ? 0 : places[i], end = places[i] + (i > 0), n; from < end; from += n) {
             std::vector<rf_step_row> rows;
             std::vector<uint32_t> last;
-            n = end - from < 32 ? end - from : 32;
+            n = end - from < 16 ? end - from : 16;
             for (uint32_t s = 0; s < n_seq; s++) {
                 for (uint32_t pos = from; pos < from + n; pos++) {
                     rf_step_row row = {(int32_t)(pos * 7 % decoder_vocab), (int32_t)s, (int32_t)pos, -1};
