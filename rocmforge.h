@@ -114,8 +114,9 @@
  *            RF_ERR_ARGUMENT, or zeros. Their memory goes with the child.
  *   Bits     the same input gives the same logits, bit for bit, for any number of threads, load order and budget, on
  *            one device model and CPU instruction set. On the CPU also whatever else is in a batch and however a prompt
- *            is cut. On a GPU (gfx906 excepted) a token has the same bits alone and in micro-batches of up to 16 rows,
- *            whoever's the others are; larger ones take other kernels, which round in other places.
+ *            is cut. On a GPU a token has the same bits alone and in micro-batches of up to 16 rows, whoever's the
+ *            others are, but on gfx906 and with sparse attention (an indexer); larger ones take other kernels, which
+ *            round in other places.
  *
  * Security
  *   Untrusted   every byte of a GGUF file, also while others change it; saved sequences; texts, token ids and chat
