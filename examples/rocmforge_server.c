@@ -1351,10 +1351,15 @@ static void chunk_end(choice *c, const char *finish) {
     event_end(c->task);
 }
 
-static void put_call(bytes *b, const rf_piece *p, const char *id) {
-    put_text(b, "\"id\":");
+/* The id that the model wrote, else ours. */
+static void put_call_id(bytes *b, const rf_piece *p, const char *id) {
     if (p->id.len) put_string_n(b, p->id.data, p->id.len);
     else put_string(b, id);
+}
+
+static void put_call(bytes *b, const rf_piece *p, const char *id) {
+    put_text(b, "\"id\":");
+    put_call_id(b, p, id);
     put_text(b, ",\"type\":\"function\",\"function\":{\"name\":");
     put_string_n(b, p->name.data, p->name.len);
     put_text(b, ",\"arguments\":");
@@ -1709,8 +1714,7 @@ static void messages_close(choice *c) {
 static void put_tool_use(bytes *b, const rf_piece *p, const char *id, int whole) {
     json_t *input = whole ? json_loadb(p->text.data, p->text.len, 0, NULL) : NULL;
     put_text(b, "{\"type\":\"tool_use\",\"id\":");
-    if (p->id.len) put_string_n(b, p->id.data, p->id.len);
-    else put_string(b, id);
+    put_call_id(b, p, id);
     put_text(b, ",\"name\":");
     put_string_n(b, p->name.data, p->name.len);
     put_text(b, ",\"input\":");
