@@ -119,10 +119,10 @@ for p in $(PROGRAMS); do $(CC) $(CFLAGS) -I. -c examples/$$p.c -o $(B)/$$p.o && 
   $(1) $(B)/$$p.o $(B)/kernels_gpu.o -o $(B)/$${p}_gpu -lm -lpthread || exit 1; done
 endef
 
+# npm comes with other makers' packages of Node.js, which conflict with Debian's
 deps:    ## install what the optional suites need (Debian packages; run as root)
-	apt-get install -y gcc g++ clang libclang-rt-14-dev valgrind libc6-dbg spin python3 python3-numpy musl-tools \
-	  gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user universal-ctags hipcc debootstrap cmake libedit-dev python3-sentencepiece \
-	  libmicrohttpd-dev libjansson-dev curl nodejs npm chromium chromium-driver nginx-light python3-jsonschema
+	apt-get install -y gcc g++ clang libclang-rt-14-dev valgrind libc6-dbg spin python3 python3-numpy musl-tools gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user universal-ctags hipcc debootstrap cmake libedit-dev python3-sentencepiece \
+	  libmicrohttpd-dev libjansson-dev curl chromium chromium-driver nginx-light python3-jsonschema $$(command -v npm >/dev/null || echo nodejs npm)
 
 clean:    ## remove build/
 	rm -rf $(B)
