@@ -8966,10 +8966,13 @@ static rfk_fused rfk_match_fused_matvec(const rf_prepared *p, uint32_t i, uint32
     return f;
 }
 
-/* Whether the fused attention can do this op. */
-static int rfk_decode_can_attend(const rf_prepared *p, const rf_op *op) {
+/* Whether the fused attention can do this op: rows of its buffers that are wider than its heads begin aligned, too. */
+static int rfk_decode_can_attend(const rf_prepared *p, const rf_op *store, const rf_op *op) {
     const rf_attention_params *a = &op->attention;
+    const rf_plan_buffer *buffers = p->plan->buffers;
     const uint32_t dim = a->head_dim;
+    if ((buffers[op->in].width | buffers[op->out].width | buffers[store->in].width | buffers[store->in2].width) % 4)
+        return 0;
     return !(op->flags & (RF_OP_MLA | RF_OP_BOTH_WAYS)) && op->in2 == RF_NONE && a->slopes == RF_NONE &&
            a->temperature == 0 && a->head_dim_v == dim &&
            a->n_heads / a->n_kv_heads <= RFK_QUERIES &&
@@ -9005,8 +9008,8 @@ static rfk_fused rfk_match_attention(const rf_prepared *p, uint32_t i, uint32_t 
     f.ropes = i, f.store = i + 2, f.attention = i + 3;
     f.n_ops = i + 4 - f.first;
     while (f.angles < p->n_ropes && !rf_op_same_angles(rope, p->ropes[f.angles])) f.angles++;
-    int ok = f.angles < RFK_ROPES && !(store->flags & RF_OP_MLA) && rfk_decode_can_attend(p, att) && rope[0].out == q &&
-             rope[1].out == k && store->state == att->state && store->in2 != q && store->in2 != k && q != k &&
+    int ok = f.angles < RFK_ROPES && !(store->flags & RF_OP_MLA) && rfk_decode_can_attend(p, store, att) &&
+             rope[0].out == q && rope[1].out == k && store->state == att->state && store->in2 != q && store->in2 != k && q != k &&
              att->out != q && att->out != k && att->out != store->in2 && rope->rope.n_rot > 0;
     for (int r = 0; r < 2; r++)
         ok = ok && !(rope[r].flags & RF_OP_LAST) && rope[r].rope.head_dim == a->head_dim &&

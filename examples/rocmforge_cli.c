@@ -2442,9 +2442,10 @@ static int run_op(app *a, struct comparison *c, side *s, uint32_t i, const rf_st
     return DONE;
 }
 
-/* Largest difference over largest value of the second; infinite where one is not a number and the other is. */
-static double difference(const float *x, const float *y, uint64_t n) {
-    double worst = 0, largest = 0;
+/* Largest difference over largest value of the second, or `scale` if that is larger; infinite where one is not a number
+ * and the other is. */
+static double difference(const float *x, const float *y, uint64_t n, double scale) {
+    double worst = 0, largest = scale;
     for (uint64_t i = 0; i < n; i++) {
         if (isnan(x[i]) && isnan(y[i])) continue;
         double d = x[i] == y[i] ? 0 : fabs((double)x[i] - (double)y[i]);
@@ -2484,7 +2485,8 @@ static int compare_op(app *a, struct comparison *c, uint32_t i, const rf_step *s
         if ((code = lib(a, rf_dequantize(stores ? RF_TYPE_F16 : RF_TYPE_F32, c->out[k], n, c->values[k], &a->err))))
             return code;
     }
-    double d = difference(c->values[0], c->values[1], n);
+    /* a softcap's error is relative to the cap */
+    double d = difference(c->values[0], c->values[1], n, op->kind == RF_OP_MATMUL ? op->matmul.softcap : 0);
     if (op->kind == RF_OP_ARGMAX) d = memcmp(c->out[0], c->out[1], (size_t)bytes) ? INFINITY : 0;
     if (op->kind == RF_OP_ROUTE) d = fmax(d, different_experts(c, op, rows));
     if (d > c->largest) c->largest = d, c->largest_op = i;
@@ -2546,7 +2548,7 @@ static int compare_sessions(app *a, double *d) {
         const int32_t *from = n > 1 ? tokens : tokens + CHECK_PROMPT;
         for (int k = 0; k < 2; k++)
             if ((code = lib(a, rf_session_forward(c->sides[k].s, from, n, &logits[k], &a->err)))) return code;
-        *d = fmax(*d, difference(logits[0], logits[1], a->info.n_vocab));
+        *d = fmax(*d, difference(logits[0], logits[1], a->info.n_vocab, 0));
     }
     if (*d <= LOGITS_TOLERANCE) return DONE;
     return fail(a, FAILED, "%s and the CPU differ: no op alone, the logits of all together: by %.2g of the largest",

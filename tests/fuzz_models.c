@@ -1027,11 +1027,18 @@ static tally *new_tally(uint64_t seed, uint64_t most, double seconds) {
     return p;
 }
 
+/* The first mutants, and some that found something: attention behind rows of odd widths, a softcap of tiny logits. */
 static void test_mutants(void) {
+    static const uint64_t found[] = {1550, 2932, 5382};
     tally *p = new_tally(1, 160, INFINITY);
     CHECK(fuzz(p, NULL) == 0, "fuzz_models run SEED shows it");
     CHECK(p->ran * 2 >= p->made && p->on_gpu > 5, "few mutants run");
     munmap(p, sizeof *p);
+    for (size_t i = 0; i < sizeof found / sizeof found[0]; i++) {
+        p = new_tally(found[i], 1, INFINITY);
+        CHECK(fuzz(p, NULL) == 0, "mutant %llu", LLU(found[i]));
+        munmap(p, sizeof *p);
+    }
 }
 
 static int run_one(uint64_t seed, const char *path) {
