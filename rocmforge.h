@@ -1459,6 +1459,7 @@ ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active,
 #define RF_OP_ACROSS 0x8000u    /* HEADS: multiply by W[h] instead of its transpose, dequantized                    */
 
 #define RF_MAX_TAPS 8u       /* of a CONV    */
+#define RF_MAX_REACH 15u     /* rows before its own that the taps of a CONV reach back to */
 #define RF_MAX_EXPERTS 1024u /* of a layer   */
 #define RF_MAX_BLENDS 256u   /* of a BLEND   */
 
@@ -1506,13 +1507,14 @@ typedef struct rf_matmul_params {
 #define RF_ROPE_ANGLE_MAX 4503599627370496.0 /* 2^52: from there on a double has no bits after the point */
 
 /* ROPE: rotate n_rot values of each head of in[T, n_heads, head_dim], in place, by the angles
- * pos * table[i] / weight[i], i < n_rot / 2 (without weight: / 1), cos and sin times scale. Those of an angle that is
- * not below RF_ROPE_ANGLE_MAX are NaN. factor, if there is one, is the weight for sessions of a long context:
+ * (pos + shift) * table[i] / weight[i], i < n_rot / 2 (without weight: / 1), cos and sin times scale. Those of an angle
+ * that is not below RF_ROPE_ANGLE_MAX are NaN. factor, if there is one, is the weight for sessions of a long context:
  * rf_session_open chooses, devices read weight only. */
 typedef struct rf_rope_params {
     uint32_t n_heads, head_dim, n_rot;
     uint32_t table; /* [n_rot / 2] floats, index into rf_plan.tables */
     float scale;
+    int32_t shift;
 } rf_rope_params;
 
 /* KV_STORE: K[seq][head][pos] = in[T, n_kv_heads, head_dim], V[seq][head][pos] = in2[T, n_kv_heads, head_dim_v];
@@ -1614,12 +1616,14 @@ typedef struct rf_heads_params {
     uint32_t first_row, head_rows;
 } rf_heads_params;
 
-/* CONV, a causal depthwise convolution: out[T, n] = act(sum over j < n_taps of W[c, j] * x[t - n_taps + 1 + j, c] +
- * bias[c]). x = rows of in[T, n], before them the sequence's state [n_taps - 1, n], oldest first. W is [n, n_taps] of
- * floats. act is RF_ACT_SILU or RF_ACT_NONE. out may be in. */
+/* CONV, a causal depthwise convolution: out[T, n] = act(sum over j < n_taps of W[c, j] * x[t - (n_taps - 1 - j) *
+ * dilation, c] + bias[c]). x = rows of in[T, n], before them the sequence's state [(n_taps - 1) * dilation, n], oldest
+ * first. W is [n, n_taps] of floats; without weight it is 1 / n_taps, a mean. act is RF_ACT_SILU or RF_ACT_NONE. out may
+ * be in. */
 typedef struct rf_conv_params {
     uint32_t n, n_taps;
     uint32_t activation;
+    uint32_t dilation; /* 0: 1 */
 } rf_conv_params;
 
 /* DELTA, the gated delta rule (arXiv 2412.06464): out[T, n_heads, head_dim_v] of in[T, q | k | v], q and k of n_k_heads
@@ -1664,6 +1668,14 @@ typedef struct rf_blend_params {
     uint32_t n, n_banked;
     float eps;
 } rf_blend_params;
+
+/* SPREAD, to the residual streams of hyper-connections (arXiv 2409.19606): out[T, n_streams, n] = scale * w[s] *
+ * in[T, n]. w = sigmoid(in2[T, n_streams]); with in3 in2 and in3 are [T, n_streams, n], d = in2[s] . in3[s] / sqrt(n),
+ * and w = sigmoid(sign(d) * sqrt(max(|d|, 10^-6))); without in2 it is 1. */
+typedef struct rf_spread_params {
+    uint32_t n, n_streams;
+    float scale;
+} rf_spread_params;
 
 /* The one table of ops: X(KIND, id, member, rows, flags, operands).
  *   member    of rf_op's union, also the op's name       rows   RF_OP_ANY_ROWS, or the only rf_op_rows there may be
@@ -1789,10 +1801,11 @@ typedef struct rf_blend_params {
     X(CONV, 13, conv, RF_ROWS_TOKENS, 0, { \
         rf_op_in(s, op->in, p->n); \
         rf_op_out(s, p->n); \
-        rf_op_vector(s, op->weight, (uint64_t)p->n * p->n_taps); \
+        rf_op_vector_if(s, op->weight, (uint64_t)p->n * p->n_taps); \
         rf_op_vector_if(s, op->bias, p->n); \
-        rf_op_recurrent(s, (p->n_taps - 1ull) * p->n); \
+        rf_op_recurrent(s, rf_conv_reach(p) * p->n); \
         rf_op_need(s, p->n_taps >= 2 && p->n_taps <= RF_MAX_TAPS, "there must be 2 to 8 taps"); \
+        rf_op_need(s, rf_conv_reach(p) <= RF_MAX_REACH, "the taps reach back too far"); \
         rf_op_need(s, p->activation == RF_ACT_SILU || p->activation == RF_ACT_NONE, "the activation is unknown"); \
     }) \
     X(DELTA, 14, delta, RF_ROWS_TOKENS, RF_OP_CYCLIC, { \
@@ -1849,6 +1862,15 @@ typedef struct rf_blend_params {
         rf_op_out(s, p->n); \
         rf_op_need(s, p->n_banked < RF_MAX_BLENDS, "too many vectors"); \
         rf_op_need(s, op->out != op->in, "out must not be in"); \
+    }) \
+    X(SPREAD, 19, spread, RF_ROWS_TOKENS, RF_OP_ACCUMULATE, { \
+        const uint64_t all = (uint64_t)p->n_streams * p->n; \
+        rf_op_in(s, op->in, p->n); \
+        rf_op_in_if(s, op->in2, op->in3 != RF_NONE ? all : p->n_streams); \
+        rf_op_in_if(s, op->in3, all); \
+        rf_op_out(s, all); \
+        rf_op_need(s, op->in3 == RF_NONE || op->in2 != RF_NONE, "in3 needs in2"); \
+        rf_op_need(s, op->out != op->in && op->out != op->in2 && op->out != op->in3, "out must not be an input"); \
     })
 
 #define RF_OP_ANY_ROWS 0xffu
@@ -1880,10 +1902,15 @@ typedef struct rf_op {
 /* INDEX: every so many positions one has a score. */
 static inline uint32_t rf_index_step(const rf_op *op) { return op->flags & RF_OP_LAST ? op->index.list_unit : 1; }
 
+/* CONV: rows of its state. */
+static inline uint64_t rf_conv_reach(const rf_conv_params *p) {
+    return (p->n_taps - 1ull) * (p->dilation ? p->dilation : 1);
+}
+
 /* Whether two ROPE ops rotate by the same angles. */
 static inline int rf_op_same_angles(const rf_op *a, const rf_op *b) {
     return a->rope.n_rot == b->rope.n_rot && a->rope.table == b->rope.table && a->weight == b->weight &&
-           a->rope.scale == b->rope.scale;
+           a->rope.scale == b->rope.scale && a->rope.shift == b->rope.shift;
 }
 
 /* An activation buffer: float32 [rows, width]; ARGMAX, and ROUTE in the first half of a row, write int32. */
@@ -1945,6 +1972,7 @@ typedef struct rf_plan {
     uint32_t n_layers, n_embd, n_vocab;
     uint32_t logits, argmax;       /* buffers; RF_NONE: an encoder             */
     uint32_t hidden;               /* buffer: what the output matrix reads     */
+    uint32_t ngrams;               /* buffer that the host writes before each step; RF_NONE: there is none */
 } rf_plan;
 
 /* The weight that has a matrix in a slot, which is < n_slots. */
@@ -7071,6 +7099,7 @@ enum {
     RFI_INDEX_EACH = 1,   /* in every layer; ropes rotate halves (deepseek32)             */
     RFI_INDEX_SHARED = 2, /* some layers read the list of an earlier one (glm-dsa)        */
     RFI_INDEX_BLOCKS = 3, /* a list of blocks for each KV head (minimax-m3)               */
+    RFI_INDEX_POOLED = 4, /* blocks score by the mean of their keys (qwen4exp)            */
 };
 
 typedef struct rfi_indexer_config {
@@ -7128,6 +7157,7 @@ typedef struct rfi_recurrent_arch {
     int only;        /* all layers are recurrent, and there is no FFN                                       */
     int beside;      /* every layer has both; they read the same, and their outputs are added               */
     int one_part;    /* a layer is recurrent, attention or an FFN; of one norm                              */
+    int sigmoid_gate; /* DELTA_NET: the output's gate is a sigmoid instead of SiLU */
     int fused_gates; /* ssm_ba (per key head the betas of its heads, then their alphas) instead of ssm_beta, _alpha */
 } rfi_recurrent_arch;
 
@@ -7195,6 +7225,8 @@ typedef struct rfi_arch {
     uint8_t learned_positions; /* position_embd instead of rope; 2: if it is there                            */
     uint8_t embedding_is_output; /* a file without token_embd has its rows in output                          */
     uint8_t embedding_skip;   /* every layer adds the embedding times layer_output_scale                      */
+    uint8_t hyper;            /* hyper-connections: several residual streams, from whose mean a layer reads, and to all
+                                 of which it adds; n-gram embeddings in one layer                             */
     uint8_t layer_inputs;     /* an embedding row for every layer, layers that share the keys and values of earlier
                                  ones, layer_output_scale                                                     */
 
@@ -7276,6 +7308,20 @@ typedef struct rfi_rope_config {
     uint32_t n_rot; /* values of a head that are rotated */
 } rfi_rope_config;
 
+#define RFI_MAX_NGRAM 4u        /* tokens of an n-gram */
+#define RFI_MAX_NGRAM_HEADS 64u /* rows of a token     */
+
+/* N-gram embeddings (Engram): the last 2, 3 .. max tokens choose rows of a large table by hashes, n_each for each of
+ * these lengths. The table stays in the file; the session reads the rows that tokens choose. */
+typedef struct rfi_ngram_config {
+    uint32_t n_heads;             /* rows of a token; 0: there are no n-gram embeddings */
+    uint32_t layer, max, n_each, width, n_taps, eos;
+    uint32_t type;
+    uint64_t tensor, row_bytes;
+    uint64_t multipliers[RFI_MAX_NGRAM];
+    uint64_t first[RFI_MAX_NGRAM_HEADS], n_rows[RFI_MAX_NGRAM_HEADS]; /* the part of the table that a head reads */
+} rfi_ngram_config;
+
 typedef struct rfi_config {
     const rfi_arch *arch;
     uint32_t n_layers, n_embd, n_vocab, n_ctx_train;
@@ -7298,6 +7344,8 @@ typedef struct rfi_config {
     uint32_t pooling;                 /* rf_pooling of rf_session_embed             */
     uint32_t activation;              /* rf_activation of the FFN                   */
     double situ_linear_beta;          /* beta of RF_ACT_SITU                        */
+    uint32_t n_streams, stream_rank;  /* hyper-connections: residual streams, width of their gates; 0: none */
+    rfi_ngram_config ngram;
     uint32_t residual_block;          /* the residual stream of every so many layers is kept for BLEND; 0: of none */
     double embedding_scale, residual_scale, logit_scale; /* 0: none              */
     double attention_scale;           /* of scores; 0: 1/sqrt(head_dim)             */
@@ -7845,6 +7893,8 @@ static const struct {
     {"attention.indexer.block_size", NULL},
     {"attention.indexer.head_count", NULL},
     {"attention.indexer.key_length", NULL},
+    {"attention.indexer.kpool", " qwen4exp "}, /* attention.compress_ratios says it */
+    {"ple.image_token_id", " qwen4exp "},
     {"attention.key_length_mla", NULL},
     {"attention.key_length_swa", NULL},
     {"attention.kv_lora_rank", NULL},
@@ -8163,6 +8213,19 @@ static void rfi_config_mla(rfi_key_reader *k, rfi_config *c) {
     }
 }
 
+/* Blocks of positions whose keys are averaged: as many in every layer with attention. */
+static void rfi_config_pool(rfi_key_reader *k, rfi_config *c) {
+    static const rfi_uint_key ratio = {"attention.compress_ratios", 2, RF_MAX_TAPS, 0, 1};
+    uint32_t unit = 0;
+    for (uint32_t il = 0; k->result == RF_OK && il < c->n_layers; il++) {
+        if (c->layers[il].recurrent) continue;
+        rfi_key_uint_of(k, &ratio, il, c->n_blocks, &unit);
+        if (c->indexer.unit > 1 && unit != c->indexer.unit)
+            rfi_key_fail(k, RF_ERR_UNSUPPORTED, "%u and %u: only one ratio is supported", c->indexer.unit, unit);
+        c->indexer.unit = unit;
+    }
+}
+
 /* Indexers. Without a layer that has one (n_listed 0) the trained context is attended to as a whole; a longer one is
  * refused then. */
 static void rfi_config_indexer(rfi_key_reader *k, rfi_config *c) {
@@ -8172,9 +8235,10 @@ static void rfi_config_indexer(rfi_key_reader *k, rfi_config *c) {
                               heads = {"attention.indexer.head_count", 1, 1 << 10, 0, 1},
                               dim = {"attention.indexer.key_length", 1, 256, 0, 1};
     rfi_indexer_config *x = &c->indexer;
-    const int blocks = c->arch->indexer == RFI_INDEX_BLOCKS;
+    const int blocks = c->arch->indexer == RFI_INDEX_BLOCKS, pooled = c->arch->indexer == RFI_INDEX_POOLED;
     uint32_t best = 0;
     x->unit = 1;
+    if (pooled) rfi_config_pool(k, c);
     rfi_key_uint(k, &top_k, &best);
     rfi_key_uint(k, &heads, &x->n_heads);
     rfi_key_uint(k, &dim, &x->head_dim);
@@ -8182,17 +8246,100 @@ static void rfi_config_indexer(rfi_key_reader *k, rfi_config *c) {
     if (blocks) rfi_key_uint(k, &local, &x->n_local);
     rfi_key_find(k, dim.suffix);
     if (x->head_dim < c->n_rot) rfi_key_fail(k, RF_ERR_FORMAT, "%u, rope rotates %u", x->head_dim, c->n_rot);
-    x->n_ctx_dense = (uint64_t)best * x->unit;
-    if (x->n_ctx_dense < c->n_ctx_train) x->n_listed = best;
+    x->n_ctx_dense = (uint64_t)best * (blocks ? x->unit : 1);
+    if (x->n_ctx_dense < c->n_ctx_train) x->n_listed = pooled ? best / x->unit + 1 : best;
     if (x->n_local > best) x->n_local = best;
     for (uint32_t il = 0; k->result == RF_OK && il < c->n_layers; il++) {
         const int later = c->n_ctx_train >= 1 << 20 && il > 2 && il % 4 != 2; /* GLM-5.2 without the key */
         const rfi_uint_key types = {"attention.indexer.types", 0, 1, !later, 0};
         uint32_t own = blocks ? il >= c->moe.n_dense : 1;
         if (c->arch->indexer == RFI_INDEX_SHARED) rfi_key_uint_of(k, &types, il, c->n_layers, &own);
-        if (own == 0 && il == 0 && !blocks) rfi_key_fail(k, RF_ERR_FORMAT, "layer 0 has no indexer of its own");
+        if (pooled) own = !c->layers[il].recurrent;
+        if (own == 0 && il == 0 && !blocks && !pooled) rfi_key_fail(k, RF_ERR_FORMAT, "layer 0 has no indexer of its own");
         c->layers[il].indexes = own == 1;
     }
+}
+
+/* At least n numbers that are not negative. */
+static void rfi_key_numbers(rfi_key_reader *k, const char *suffix, uint32_t n, uint64_t *out) {
+    const rf_kv *kv = &k->kv;
+    if (!rfi_key_read(k, suffix, 1)) return;
+    if (kv->type != RF_KV_ARRAY || kv->count < n)
+        rfi_key_fail(k, RF_ERR_FORMAT, "want an array of %u numbers, found %llu", n, RFI_LLU(kv->count));
+    for (uint32_t i = 0; k->result == RF_OK && i < n; i++) {
+        int64_t v = -1;
+        if (rf_kv_int(kv, i, &v, NULL) != RF_OK || v < 0)
+            rfi_key_fail(k, RF_ERR_FORMAT, "want integers from 0 to 2^63 - 1, element %u is none", i);
+        out[i] = (uint64_t)v;
+    }
+}
+
+/* The table of n-grams: wide enough for all heads, and of a type that runs. */
+static void rfi_config_ngram_table(rfi_key_reader *k, rfi_ngram_config *g) {
+    static const char name[] = "per_layer_token_embd.weight";
+    rf_tensor_info t = {.ne = {0, 0}};
+    uint64_t n_rows = 0;
+    for (uint32_t h = 0; k->result == RF_OK && h < g->n_heads; h++) {
+        if (g->n_rows[h] == 0 || g->n_rows[h] > INT32_MAX || g->first[h] > INT32_MAX)
+            rfi_key_fail(k, RF_ERR_FORMAT, "head %u has %llu rows from %llu on, want 1 to 2147483647", h,
+                         RFI_LLU(g->n_rows[h]), RFI_LLU(g->first[h]));
+        n_rows = rfi_max_u64(n_rows, g->first[h] + g->n_rows[h]);
+    }
+    if (k->result != RF_OK) return;
+    const int found = rf_gguf_find_tensor(k->g, name, &t, NULL) == RF_OK;
+    const rf_type_info type = rf_type_get(t.type);
+    if (!found || t.ne[0] != g->width || t.ne[1] < n_rows || t.ne[2] != 1 || !type.runs) {
+        k->result = rfi_fail(k->err, !found ? RF_ERR_NOT_FOUND : type.runs ? RF_ERR_FORMAT : RF_ERR_UNSUPPORTED, t.where,
+                             "%s: %s: want ne={%u, %llu or more} of a type that runs, found %s ne={%llu, %llu}",
+                             rfi_gguf_path(k->g), name, g->width, RFI_LLU(n_rows), found ? type.name : "none",
+                             RFI_LLU(t.ne[0]), RFI_LLU(t.ne[1]));
+        return;
+    }
+    g->type = t.type;
+    g->tensor = t.index;
+    g->row_bytes = t.size_bytes / t.ne[1];
+}
+
+static void rfi_config_ngrams(rfi_key_reader *k, rfi_config *c) {
+    static const rfi_uint_key max = {"ple.ngram_size", 2, RFI_MAX_NGRAM, 0, 1},
+                              each = {"ple.heads_per_ngram", 1, RFI_MAX_NGRAM_HEADS, 0, 1},
+                              kernel = {"ple.conv_kernel", 2, RF_MAX_TAPS, 0, 1},
+                              eos = {"ple.eos_token_id", 0, INT32_MAX, 0, 1},
+                              width = {"embedding_length_per_layer_input", 1, 1 << 16, 0, 1};
+    rfi_ngram_config *g = &c->ngram;
+    int64_t layer = -1;
+    if (!rfi_key_read(k, "ple.layers", 0) || k->kv.count == 0) return;
+    if (k->kv.count != 1 || rf_kv_int(&k->kv, 0, &layer, NULL) != RF_OK || layer < 0 || layer >= c->n_layers)
+        rfi_key_fail(k, RF_ERR_UNSUPPORTED, "want one of %u layers, found %llu, the first %lld", c->n_layers,
+                     RFI_LLU(k->kv.count), (long long)layer);
+    rfi_key_uint(k, &width, &g->width);
+    rfi_key_uint(k, &eos, &g->eos);
+    rfi_key_uint(k, &each, &g->n_each);
+    rfi_key_uint(k, &max, &g->max);
+    rfi_key_uint(k, &kernel, &g->n_taps);
+    if (k->result == RF_OK && (g->n_taps - 1) * g->max > RF_MAX_REACH)
+        rfi_key_fail(k, RF_ERR_UNSUPPORTED, "%u taps of n-grams of %u tokens: at most %u tokens back", g->n_taps, g->max,
+                     RF_MAX_REACH);
+    if (k->result != RF_OK) return;
+    g->layer = (uint32_t)layer;
+    g->n_heads = (g->max - 1) * g->n_each;
+    rfi_key_find(k, each.suffix);
+    if (g->n_heads > RFI_MAX_NGRAM_HEADS)
+        rfi_key_fail(k, RF_ERR_UNSUPPORTED, "%u rows of a token: at most %u", g->n_heads, RFI_MAX_NGRAM_HEADS);
+    else {
+        rfi_key_numbers(k, "ple.layer_multipliers", g->max, g->multipliers);
+        rfi_key_numbers(k, "ple.head_vocab_sizes", g->n_heads, g->n_rows);
+        rfi_key_numbers(k, "ple.head_offsets", g->n_heads, g->first);
+        rfi_config_ngram_table(k, g);
+    }
+}
+
+static void rfi_config_hyper(rfi_key_reader *k, rfi_config *c) {
+    static const rfi_uint_key count = {"hyper_connection.count", 2, 64, 0, 1},
+                              rank = {"hyper_connection.low_rank", 1, 1 << 16, 0, 1};
+    rfi_key_uint(k, &count, &c->n_streams);
+    rfi_key_uint(k, &rank, &c->stream_rank);
+    if (k->result == RF_OK) rfi_config_ngrams(k, c);
 }
 
 /* How rf_session_embed makes one vector of a text's hidden states, unless it is told. */
@@ -8261,6 +8408,7 @@ static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err)
     rfi_config_scales(k, c);
     rfi_config_pooling(k, c);
     if (arch->indexer) rfi_config_indexer(k, c);
+    if (arch->hyper) rfi_config_hyper(k, c);
     if (arch->normed_residual) rfi_key_scale(k, "residual_scale", 0, 1, &c->normed_residual);
     if (k->result == RF_OK) rfi_config_refuse_unread(k, c);
     return k->result;
@@ -8293,7 +8441,7 @@ typedef struct rfi_builder {
     rf_result result; /* the first failure; after it nothing is appended               */
     rf_op dropped;    /* emitters write here after a failure, and so need no checks    */
     int32_t layer;    /* being emitted                                                 */
-    uint32_t logits, argmax, hidden; /* buffers                                        */
+    uint32_t logits, argmax, hidden, ngrams; /* buffers                                */
 } rfi_builder;
 
 /* Append room for `more` items, growing by doubling; NULL once the builder failed. */
@@ -8374,16 +8522,16 @@ static const struct {
     {"ffn_up_exps.scale", " bailingmoe3 kimi-k3 "},
     {"ffn_up_shexp.scale", " bailingmoe3 kimi-k3 "},
     {"ssm_beta.scale", " bailingmoe3 kimi-k3 "},
-    {"attn_k.bias", " bailingmoe3 kimi-k3 kimi-linear mimo2 minimax-m2 step35 "},
+    {"attn_k.bias", " bailingmoe3 kimi-k3 kimi-linear mimo2 minimax-m2 qwen4exp step35 "},
     {"attn_k.scale", " bailingmoe3 kimi-k3 kimi-linear "},
     {"attn_k_norm.bias", " mpt "},   /* without attn_q_norm */
     {"attn_k_norm.weight", " mpt "},
     {"attn_output.bias", " ernie4_5 ernie4_5-moe llada refact "},
     {"attn_output.scale", " bailingmoe3 kimi-k3 kimi-linear "},
-    {"attn_q.bias", " bailingmoe3 kimi-k3 kimi-linear mimo2 minimax-m2 step35 "},
+    {"attn_q.bias", " bailingmoe3 kimi-k3 kimi-linear mimo2 minimax-m2 qwen4exp step35 "},
     {"attn_q.scale", " bailingmoe3 kimi-k3 kimi-linear "},
     {"attn_res_score.weight", " kimi-k3 "}, /* of layer 0: nothing is kept yet */
-    {"attn_v.bias", " bailingmoe3 kimi-k3 kimi-linear mimo2 minimax-m2 step35 "},
+    {"attn_v.bias", " bailingmoe3 kimi-k3 kimi-linear mimo2 minimax-m2 qwen4exp step35 "},
     {"attn_v.scale", " bailingmoe3 kimi-k3 kimi-linear "},
     {"ffn_down.bias", " refact "},
     {"ffn_down.scale", " bailingmoe3 kimi-k3 hy_v3 mimo2 "}, /* of layers with experts */
@@ -8533,8 +8681,8 @@ static rf_op *rfi_op(rfi_builder *b, uint32_t kind, uint32_t out, uint32_t in) {
 }
 
 /* out = norm(in) of n_groups groups of n values, by NAME.weight and NAME.bias, if it is there; without weights if name
- * is NULL. Flags RF_OP_ACCUMULATE: +=; RF_OP_EACH_HEAD: NAME.weight has a vector for each group, and there is no bias.
- * Returns the op. */
+ * is NULL. Flags RF_OP_ACCUMULATE: +=; RF_OP_EACH_HEAD: NAME.weight has a vector for each group, one after the other or
+ * as rows, and there is no bias. Returns the op. */
 static rf_op *rfi_emit_norm(rfi_builder *b, uint32_t out, uint32_t in, const char *name, uint64_t n, uint32_t n_groups,
                             uint32_t flags) {
     const int each = (flags & RF_OP_EACH_HEAD) != 0;
@@ -8543,7 +8691,12 @@ static rf_op *rfi_emit_norm(rfi_builder *b, uint32_t out, uint32_t in, const cha
     if (name) {
         snprintf(weight, sizeof weight, "%s%s", name, rfi_has(b, name) ? "" : ".weight"); /* some have no suffix */
         snprintf(bias, sizeof bias, "%s.bias", name);
-        const rfi_wanted vectors = {weight, n, 0, n_groups, 0, NULL, 0};
+        rf_tensor_info t = {.ne = {0}};
+        char full[64];
+        rfi_weight_name(b, weight, full, sizeof full);
+        if (each) rf_gguf_find_tensor(b->g, full, &t, NULL);
+        const int flat = each && t.ne[0] == n * n_groups;
+        const rfi_wanted vectors = {weight, flat ? n * n_groups : n, (uint64_t)flat, flat ? 0 : n_groups, 0, NULL, 0};
         w = each ? rfi_bind_wanted(b, &vectors).id : rfi_bind_vector(b, weight, n);
         w_bias = each ? RF_NONE : rfi_bind_optional(b, bias, n);
     }
@@ -8589,7 +8742,7 @@ static rf_op *rfi_emit_rope(rfi_builder *b, uint32_t x, uint32_t n_heads, uint32
     op->flags = b->c->rope_neox ? RF_OP_NEOX : 0;
     op->weight = rope->freqs;
     op->factor = rope->long_freqs;
-    op->rope = (rf_rope_params){n_heads, head_dim, rope->n_rot, rope->table, rope->magnitude};
+    op->rope = (rf_rope_params){n_heads, head_dim, rope->n_rot, rope->table, rope->magnitude, 0};
     return op;
 }
 
@@ -8675,6 +8828,13 @@ static rfi_rope rfi_rope_table(rfi_builder *b, const rfi_rope_config *r) {
     X(index_k, TOKENS)     /* [head_dim] its key                                                     */ \
     X(index_weights, TOKENS) /* [n_heads]                                                            */ \
     X(listed, TOKENS)      /* [n_lists, n_listed] what it chose                                      */ \
+    X(wide, TOKENS)        /* [n_streams, n_embd] hyper-connections: residual streams                */ \
+    X(wide_norm, TOKENS)   /* [n_streams, n_embd] their norm                                         */ \
+    X(wide_gate, TOKENS)   /* [n_streams, n_embd] its gates                                          */ \
+    X(wide_part, TOKENS)   /* [n_streams, n_embd] what n-grams add                                   */ \
+    X(low, TOKENS)         /* [stream_rank] what the gates are made from                             */ \
+    X(inject, TOKENS)      /* [n_streams] how much of x each stream receives, before its sigmoid     */ \
+    X(ngrams, TOKENS)      /* [n_heads, width] embeddings of n-grams, from the host                  */ \
     X(xl, LOGITS)          /* [n_embd] rows of x that want logits                                    */ \
     X(logits, LOGITS)      /* [n_vocab]                                                              */ \
     X(argmax, LOGITS)      /* [1]                                                                    */
@@ -8889,17 +9049,26 @@ static void rfi_emit_attention_gate(rfi_builder *b, const rfi_decoder *d, const 
  * `from`, of n_from values. */
 static void rfi_emit_index(rfi_builder *b, const rfi_decoder *d, uint32_t in, uint32_t from, uint32_t n_from) {
     const rfi_indexer_config *x = &b->c->indexer;
-    const int blocks = b->c->arch->indexer == RFI_INDEX_BLOCKS;
+    const int own_lists = b->c->arch->indexer == RFI_INDEX_BLOCKS, pooled = b->c->arch->indexer == RFI_INDEX_POOLED,
+              blocks = own_lists || pooled;
     const uint32_t n_q = x->n_heads * x->head_dim, neox = b->c->arch->indexer == RFI_INDEX_SHARED ? 0 : RF_OP_NEOX;
     rfi_weight w = rfi_bind_matrix(b, blocks ? "indexer.q_proj" : "indexer.attn_q_b", n_from, n_q, NULL);
     rfi_emit_matmul(b, d->index_q, from, w, n_q, 0);
     w = rfi_bind_matrix(b, blocks ? "indexer.k_proj" : "indexer.attn_k", b->c->n_embd, x->head_dim, NULL);
     rfi_emit_matmul(b, d->index_k, in, w, x->head_dim, 0);
     if (blocks) rfi_emit_norm(b, d->index_q, d->index_q, "indexer.q_norm", x->head_dim, x->n_heads, 0);
-    rf_op *op = rfi_emit_norm(b, d->index_k, d->index_k, "indexer.k_norm", x->head_dim, 1, blocks ? 0 : RF_OP_CENTER);
+    rf_op *op;
+    if (pooled) { /* each row the mean of a block that would end there; INDEX reads those that do */
+        op = rfi_op(b, RF_OP_CONV, d->index_k, d->index_k);
+        op->state = rfi_recurrent_state(b, (x->unit - 1ull) * x->head_dim);
+        op->conv = (rf_conv_params){x->head_dim, x->unit, RF_ACT_NONE, 0};
+    }
+    op = rfi_emit_norm(b, d->index_k, d->index_k, "indexer.k_norm", x->head_dim, 1, blocks ? 0 : RF_OP_CENTER);
     if (!blocks) op->norm.eps = 1e-6f;
     rfi_emit_rope(b, d->index_q, x->n_heads, x->head_dim, &d->rope)->flags = neox;
-    rfi_emit_rope(b, d->index_k, 1, x->head_dim, &d->rope)->flags = neox;
+    op = rfi_emit_rope(b, d->index_k, 1, x->head_dim, &d->rope);
+    op->flags = neox;
+    if (pooled) op->rope.shift = 1 - (int32_t)x->unit; /* to the block's first position */
     const rf_plan_state keys = {.layer = (uint32_t)b->layer, .n_kv_heads = 1, .head_dim = x->head_dim};
     const uint32_t state = rfi_push_state(b, &keys);
     op = rfi_op(b, RF_OP_KV_STORE, RF_NONE, d->index_k);
@@ -8912,7 +9081,8 @@ static void rfi_emit_index(rfi_builder *b, const rfi_decoder *d, uint32_t in, ui
     op = rfi_op(b, RF_OP_INDEX, d->listed, d->index_q);
     op->in2 = blocks ? RF_NONE : d->index_weights;
     op->state = state;
-    op->index = (rf_index_params){x->n_heads, x->head_dim, blocks ? x->n_heads : 1, x->n_listed, x->unit, x->n_local};
+    op->flags = pooled ? RF_OP_LAST : 0;
+    op->index = (rf_index_params){x->n_heads, x->head_dim, own_lists ? x->n_heads : 1, x->n_listed, x->unit, x->n_local};
 }
 
 /* x += Wo attention(rope(q), rope(k), v), with q, k, v from `in` */
@@ -9009,7 +9179,7 @@ static void rfi_emit_conv(rfi_builder *b, uint32_t out, uint32_t in, const char 
     op->weight = w.id;
     op->bias = b_id;
     op->state = rfi_recurrent_state(b, (n_taps - 1ull) * n);
-    op->conv = (rf_conv_params){n, n_taps, activation};
+    op->conv = (rf_conv_params){n, n_taps, activation, 0};
 }
 
 /* x += Wout (c * conv(b * x')); b, c, x' = in Win^T */
@@ -9060,7 +9230,7 @@ static void rfi_emit_delta_inputs(rfi_builder *b, const rfi_decoder *d, uint32_t
     }
 }
 
-/* x += Wout (norm(delta(silu(conv(Wqkv in)))) * silu(Wz in)) */
+/* x += Wout (norm(delta(silu(conv(Wqkv in)))) * silu(Wz in)), or sigmoid */
 static void rfi_emit_delta(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
     const rfi_recurrent_config *t = &b->c->recurrent;
     const uint32_t n_values = t->n_heads * t->head_dim_v;
@@ -9084,7 +9254,8 @@ static void rfi_emit_delta(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
                                   .eps = (float)b->c->norm_eps,
                                   .n_decays = 1};
     rfi_emit_norm(b, d->att, d->att, "ssm_norm", t->head_dim_v, t->n_heads, 0);
-    rfi_emit_glu(b, d->delta_gate, d->att, n_values, RF_ACT_SILU);
+    rfi_emit_glu(b, d->delta_gate, d->att, n_values,
+                 b->c->arch->recurrent->sigmoid_gate ? RF_ACT_SIGMOID : RF_ACT_SILU);
     rfi_emit_residual(b, d, d->delta_gate, n_values, "ssm_out", "");
 }
 
@@ -9185,7 +9356,7 @@ static void rfi_emit_kda(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
         op = rfi_op(b, RF_OP_CONV, d->q, d->q);
         op->weight = w;
         op->state = rfi_recurrent_state(b, (t->n_taps - 1ull) * n);
-        op->conv = (rf_conv_params){n, t->n_taps, RF_ACT_SILU};
+        op->conv = (rf_conv_params){n, t->n_taps, RF_ACT_SILU, 0};
         rfi_emit_slice(b, d->mixed, d->q, 1, n, 0, n)->slice.out_at = i * n;
     }
     rfi_emit_matmul(b, d->beta, in, rfi_bind_matrix(b, "ssm_beta", n_embd, t->n_heads, NULL), t->n_heads, 0);
@@ -9598,6 +9769,72 @@ static void rfi_emit_bank(rfi_builder *b, const rfi_decoder *d, uint32_t i) {
     rfi_emit_glu(b, d->x, RF_NONE, n, RF_ACT_CLAMP);
 }
 
+/* wide (+)= w * in, for each stream. Returns the op. */
+static rf_op *rfi_emit_spread(rfi_builder *b, uint32_t out, uint32_t in, uint32_t in2, uint32_t in3, uint32_t flags) {
+    rf_op *op = rfi_op(b, RF_OP_SPREAD, out, in);
+    op->flags = flags;
+    op->in2 = in2;
+    op->in3 = in3;
+    op->spread = (rf_spread_params){b->c->n_embd, b->c->n_streams, 0};
+    return op;
+}
+
+/* xn = the mean of all streams of wide_norm * sigmoid(Wup silu(Wdown wide_norm / n)), wide_norm = norm(wide), and
+ * inject = Winject wide_norm / n, n streams. x = 0: what reads xn adds to it. */
+static void rfi_emit_gather_streams(rfi_builder *b, const rfi_decoder *d, const char *name) {
+    const rfi_config *c = b->c;
+    const uint32_t n = c->n_streams, all = n * c->n_embd, rank = c->stream_rank;
+    const float mean = 1 / (float)n;
+    char full[48];
+    snprintf(full, sizeof full, "%s_norm", name);
+    rfi_emit_norm(b, d->wide_norm, d->wide, full, c->n_embd, n, RF_OP_EACH_HEAD);
+    snprintf(full, sizeof full, "%s_down", name);
+    rfi_emit_matmul(b, d->low, d->wide_norm, rfi_bind_matrix(b, full, all, rank, NULL), rank, 0)->matmul.scale = mean;
+    rfi_emit_glu(b, d->low, RF_NONE, rank, RF_ACT_SILU);
+    snprintf(full, sizeof full, "%s_up", name);
+    rfi_emit_matmul(b, d->wide_gate, d->low, rfi_bind_matrix(b, full, rank, all, NULL), all, 0);
+    rfi_emit_glu(b, d->wide_gate, d->wide_norm, all, RF_ACT_SIGMOID);
+    rfi_emit_mix(b, d->xn, d->wide_gate, RF_NONE, n, 0)->mix.scale = mean;
+    if (b->layer == (int32_t)c->n_layers) return;
+    snprintf(full, sizeof full, "%s_inject", name);
+    rfi_emit_matmul(b, d->inject, d->wide_norm, rfi_bind_matrix(b, full, all, n, NULL), n, 0)->matmul.scale = mean;
+    rfi_emit_glu(b, d->x, RF_NONE, c->n_embd, RF_ACT_CLAMP);
+}
+
+/* wide += g + silu(conv(norm(g))), g = w * Wvalue e of n-gram embeddings e; w follows from norm(Wkey e) . norm(wide). */
+static void rfi_emit_ngrams(rfi_builder *b, const rfi_decoder *d) {
+    const rfi_config *c = b->c;
+    const rfi_ngram_config *g = &c->ngram;
+    const uint32_t n = c->n_streams, all = n * c->n_embd, n_in = g->n_heads * g->width;
+    rfi_emit_matmul(b, d->wide_gate, d->ngrams, rfi_bind_matrix(b, "ple_key", n_in, all, NULL), all, 0);
+    rfi_emit_norm(b, d->wide_gate, d->wide_gate, "ple_norm_key", c->n_embd, n, RF_OP_EACH_HEAD);
+    rfi_emit_norm(b, d->wide_norm, d->wide, "ple_norm_query", c->n_embd, n, RF_OP_EACH_HEAD);
+    rfi_emit_matmul(b, d->y, d->ngrams, rfi_bind_matrix(b, "ple_value", n_in, c->n_embd, NULL), c->n_embd, 0);
+    rfi_emit_spread(b, d->wide_part, d->y, d->wide_gate, d->wide_norm, 0);
+    rfi_emit_mix(b, d->wide, d->wide_part, RF_NONE, 1, RF_OP_ACCUMULATE)->mix.n = all;
+    rfi_emit_norm(b, d->wide_part, d->wide_part, "ple_norm_conv", c->n_embd, n, RF_OP_EACH_HEAD);
+    const rfi_weight w = rfi_bind(b, "ple_conv1d.weight", g->n_taps, all, 0, NULL);
+    rf_op *op = rfi_op(b, RF_OP_CONV, d->wide_part, d->wide_part);
+    op->weight = w.id;
+    op->conv = (rf_conv_params){all, g->n_taps, RF_ACT_SILU, g->max};
+    op->state = rfi_recurrent_state(b, rf_conv_reach(&op->conv) * all);
+    rfi_emit_mix(b, d->wide, d->wide_part, RF_NONE, 1, RF_OP_ACCUMULATE)->mix.n = all;
+    b->ngrams = d->ngrams;
+}
+
+/* A layer with hyper-connections: attention and FFN each read the streams' mean and add to all of them. */
+static void rfi_emit_hyper_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
+    const rfi_config *c = b->c;
+    if (c->ngram.n_heads && (uint32_t)b->layer == c->ngram.layer) rfi_emit_ngrams(b, d);
+    rfi_emit_gather_streams(b, d, "hc_attn");
+    if (l->recurrent) rfi_emit_delta(b, d, d->xn);
+    else rfi_emit_attention(b, d, l, d->xn);
+    rfi_emit_spread(b, d->wide, d->x, d->inject, RF_NONE, RF_OP_ACCUMULATE)->spread.scale = 2;
+    rfi_emit_gather_streams(b, d, "hc_ffn");
+    rfi_emit_layer_ffn(b, d, l, d->xn);
+    rfi_emit_spread(b, d->wide, d->x, d->inject, RF_NONE, RF_OP_ACCUMULATE)->spread.scale = 2;
+}
+
 /* One layer. With parallel FFN its input is made before attention adds to x. */
 static void rfi_emit_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
     const rfi_config *c = b->c;
@@ -9759,25 +9996,29 @@ static void rfi_emit_decoder(rfi_builder *b) {
     rfi_decoder d = rfi_decoder_buffers(b);
     b->logits = d.logits;
     b->argmax = d.argmax;
+    b->ngrams = RF_NONE;
     b->layer = -1;
     rfi_weight embedding = rfi_emit_embedding(b, &d);
     rfi_emit_rope_tables(b, &d);
     d.slopes = c->alibi != 0 ? rfi_slope_table(b) : RF_NONE;
     rfi_emit_relative_bias(b, &d);
     if (c->n_layer_input) rfi_emit_layer_inputs(b, &d);
+    if (c->n_streams) rfi_emit_spread(b, d.wide, d.x, RF_NONE, RF_NONE, 0);
     for (uint32_t il = 0; il < c->n_layers; il++) {
         b->layer = (int32_t)il;
-        rfi_emit_layer(b, &d, &c->layers[il]);
+        if (c->n_streams) rfi_emit_hyper_layer(b, &d, &c->layers[il]);
+        else rfi_emit_layer(b, &d, &c->layers[il]);
     }
     b->layer = (int32_t)c->n_layers;
+    if (c->n_streams) rfi_emit_gather_streams(b, &d, "output_hc");
     const uint32_t n_kept = c->residual_block ? (c->n_layers - 1) / c->residual_block + 1 : 0,
-                   stream = rfi_emit_blend(b, &d, "output_res_score", n_kept);
+                   stream = c->n_streams ? d.xn : rfi_emit_blend(b, &d, "output_res_score", n_kept);
     rf_op *op = rfi_op(b, RF_OP_GATHER, d.xl, stream);
     op->gather.n = c->n_embd;
     const char *output_norm = c->recurrent.kind == RFI_SHORT_CONV ? "token_embd_norm"
                               : c->arch->encoder > 1              ? "enc.output_norm"
                                                                   : "output_norm";
-    if (!c->arch->norm_after) rfi_emit_stream_norm(b, d.xl, d.xl, output_norm);
+    if (!c->arch->norm_after && !c->n_streams) rfi_emit_stream_norm(b, d.xl, d.xl, output_norm);
     b->hidden = d.xl;
     if (c->arch->encoder) {
         b->logits = b->argmax = RF_NONE;
@@ -9874,6 +10115,7 @@ static const rfi_recurrent_arch rfi_falcon_h1 = {.kind = RFI_MAMBA2, .beside = 1
 static const rfi_recurrent_arch rfi_nemotron_h = {.kind = RFI_MAMBA2, .one_part = 1};
 static const rfi_recurrent_arch rfi_plamo2 = {.kind = RFI_PLAMO2};
 static const rfi_recurrent_arch rfi_qwen35 = {.kind = RFI_DELTA_NET, .cyclic = 1};
+static const rfi_recurrent_arch rfi_qwen4exp = {.kind = RFI_DELTA_NET, .cyclic = 1, .sigmoid_gate = 1};
 /* A new architecture is a row here.
  *  1. Compare its graph with llama's and find the fields of rfi_arch that say how it differs.
  *  2. Add the row. Keys and tensors follow from the fields; those of the wrong shape are refused by name.
@@ -9929,6 +10171,8 @@ static const rfi_arch rfi_archs[] = {
      .moe = &rfi_moe_qwen35, .recurrent = &rfi_qwen35},
     {.name = "qwen3next", .ffn_norm = "post_attention_norm", .qk_norm = 1, .rope_neox = 1, .moe = &rfi_moe_qwen35,
      .recurrent = &rfi_qwen3next},
+    {.name = "qwen4exp", .qk_norm = 1, .hyper = 1, .rope_neox = 1, .mrope = 2, .indexer = RFI_INDEX_POOLED,
+     .moe = &rfi_moe_qwen35, .recurrent = &rfi_qwen4exp},
     {.name = "afmoe", .post_norm = 1, .qk_norm = 1, .embed_sqrt = 1, .rope_neox = 1, .attn_gate = RF_ACT_SIGMOID,
      .swa_yarn = 1, .swa_period = 4, .no_rope_period = 4, .moe = &rfi_moe_sigmoid},
     {.name = "apertus", .qk_norm = 1, .rope_neox = 1, .activation = RF_ACT_XIELU, .no_gate = 1},
@@ -10103,6 +10347,7 @@ static void rfi_size_buffers(rfi_builder *b) {
     }
     if (b->logits != RF_NONE) b->logits = ids[b->logits];
     if (b->argmax != RF_NONE) b->argmax = ids[b->argmax];
+    if (b->ngrams != RF_NONE) b->ngrams = ids[b->ngrams];
     b->hidden = ids[b->hidden];
 }
 
@@ -10136,6 +10381,7 @@ static void rfi_refuse_unused(rfi_builder *b) {
     unsigned char *used = (unsigned char *)rfi_alloc(b->alloc, n, 1, "marks of tensors", b->err);
     if (!used) b->result = RF_ERR_MEMORY;
     for (uint32_t i = 0; b->result == RF_OK && i < b->weights.n; i++) used[w[i].tensor] = 1;
+    if (b->result == RF_OK && b->c->ngram.n_heads) used[b->c->ngram.tensor] = 1;
     for (uint64_t i = 0; b->result == RF_OK && i < n; i++) {
         rf_tensor_info t;
         if (used[i] || rf_gguf_get_tensor(b->g, i, &t, NULL) != RF_OK || rfi_tensor_is_ignored(b, t.name)) continue;
@@ -10175,6 +10421,7 @@ static rf_result rfi_plan_build(const rf_gguf *g, const rfi_config *c, rf_plan *
         .logits = b.logits,
         .argmax = b.argmax,
         .hidden = b.hidden,
+        .ngrams = b.ngrams,
     };
     if (b.result != RF_OK) rfi_plan_free(b.alloc, out);
     return b.result;
@@ -13704,7 +13951,7 @@ static void rfi_cpu_cos_sin(void *ctx, uint32_t chunk, uint32_t thread) {
     RFI_UNUSED(thread);
     for (uint32_t i = 0; i < n; i++) {
         double angle =
-            (double)o->step->rows[chunk].pos * (double)table[i] / (o->vector ? (double)o->vector[i] : 1.0);
+            ((double)o->step->rows[chunk].pos + par->shift) * (double)table[i] / (o->vector ? (double)o->vector[i] : 1.0);
         if (!(fabs(angle) < RF_ROPE_ANGLE_MAX)) angle = NAN;
         out[2 * i] = (float)cos(angle) * par->scale;
         out[2 * i + 1] = (float)sin(angle) * par->scale;
@@ -13992,6 +14239,33 @@ static void rfi_cpu_glu(void *ctx, uint32_t chunk, uint32_t thread) {
     if (o->how->then_quantize) rfi_cpu_quantize_row(o, chunk, out, o->op->glu.n);
 }
 
+/* How much a stream receives. */
+static float rfi_spread_weight(const rfi_cpu_op *o, uint32_t row, uint32_t stream) {
+    const uint32_t n = o->op->spread.n;
+    if (!o->in2) return 1;
+    float x = o->in2[row * o->in2_width + stream];
+    if (o->in3) {
+        const float *a = o->in2 + row * o->in2_width + (uint64_t)stream * n,
+                    *b = o->in3 + row * o->in3_width + (uint64_t)stream * n;
+        double sum = 0;
+        for (uint32_t i = 0; i < n; i++) sum += (double)a[i] * (double)b[i];
+        const float d = (float)(sum / sqrt(n)), root = sqrtf(fmaxf(fabsf(d), 1e-6f));
+        x = d > 0 ? root : d < 0 ? -root : d;
+    }
+    return 1 / (1 + expf(-x));
+}
+
+/* A chunk is a stream of a row. */
+static void rfi_cpu_spread(void *ctx, uint32_t chunk, uint32_t thread) {
+    const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
+    const rf_spread_params *par = &o->op->spread;
+    const uint32_t row = chunk / par->n_streams, stream = chunk % par->n_streams;
+    const float *in = o->in + row * o->in_width, w = rfi_spread_weight(o, row, stream) * (par->scale != 0 ? par->scale : 1);
+    float *out = o->out + row * o->out_width + (uint64_t)stream * par->n;
+    RFI_UNUSED(thread);
+    for (uint32_t i = 0; i < par->n; i++) out[i] = (o->op->flags & RF_OP_ACCUMULATE ? out[i] : 0) + w * in[i];
+}
+
 static void rfi_cpu_blend(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_blend_params *par = &o->op->blend;
@@ -14047,13 +14321,17 @@ static float *rfi_cpu_slot(const rfi_cpu_op *o, uint32_t slot) {
 static void rfi_cpu_conv(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_conv_params *par = &o->op->conv;
-    const uint32_t n_taps = par->n_taps, n_out = par->n, n_blocks = (n_out + RFI_CONV_BLOCK - 1) / RFI_CONV_BLOCK,
+    const uint32_t dilation = par->dilation ? par->dilation : 1, n_taps = (uint32_t)rf_conv_reach(par) + 1,
+                   n_out = par->n, n_blocks = (n_out + RFI_CONV_BLOCK - 1) / RFI_CONV_BLOCK,
                    first = o->p->firsts[chunk / n_blocks], c0 = chunk % n_blocks * RFI_CONV_BLOCK,
                    n = (uint32_t)rfi_min_u64(RFI_CONV_BLOCK, n_out - c0);
     const rf_step_row *rows = o->step->rows;
     float *w = o->p->scratch + thread * o->p->scratch_stride, *x = w + n_taps * n;
     for (uint32_t j = 0; j < n_taps; j++)
-        for (uint32_t c = 0; c < n; c++) w[j * n + c] = o->vector[(uint64_t)(c0 + c) * n_taps + j];
+        for (uint32_t c = 0; c < n; c++)
+            w[j * n + c] = j % dilation ? 0
+                           : o->vector ? o->vector[(uint64_t)(c0 + c) * par->n_taps + j / dilation]
+                                       : 1 / (float)par->n_taps;
     for (uint32_t j = 0; j + 1 < n_taps; j++)
         if (rows[first].from) memcpy(x + j * n, rfi_cpu_slot(o, rows[first].from) + j * n_out + c0, n * sizeof *x);
         else memset(x + j * n, 0, n * sizeof *x);
@@ -14534,6 +14812,10 @@ static void rfi_cpu_run_op(rfi_cpu_plan *p, uint32_t index, const rf_step *step)
     case RF_OP_BLEND:
         o.vector = rfi_cpu_vector(p, op->weight, 0, op->blend.n, 0);
         rfi_pool_run(pool, rfi_cpu_blend, &o, o.n_rows);
+        break;
+    case RF_OP_SPREAD:
+        if (op->in3 != RF_NONE) o.in3 = rfi_cpu_buffer(p, step, op->in3, &o.in3_width);
+        rfi_pool_run(pool, rfi_cpu_spread, &o, o.n_rows * op->spread.n_streams);
         break;
     default: break; /* plan_prepare refused it */
     }
@@ -15597,6 +15879,8 @@ static uint64_t rfi_plan_route_width(const rf_plan *plan) {
     X(RFI_ZEROED, rf_token_row, forward_rows, d->n_batch)        /* of rf_session_forward                          */  \
     X(RFI_ZEROED, uint32_t, logit_rows, d->n_batch)              /* [n_logits of the step] its rows                */  \
     X(RFI_PINNED, float, embeddings, (uint64_t)d->n_batch * m->plan.n_embd) /* [n_batch, n_embd], staging as well  */  \
+    X(RFI_ZEROED, float, ngrams, (uint64_t)d->n_batch * m->config.ngram.n_heads * m->config.ngram.width)               \
+    X(RFI_ZEROED, uint8_t, ngram_row, m->config.ngram.row_bytes) /* as the file has it                             */  \
     X(RFI_PINNED, float, logits, m->config.arch->encoder ? 0 : (uint64_t)d->n_logits_max * m->plan.n_vocab)            \
     X(RFI_PINNED, int32_t, argmax, d->n_logits_max)                                                                    \
     /* rf_session_embed */                                                                                             \
@@ -16045,11 +16329,9 @@ static rf_result rfi_eval_check(rf_session *s, const rf_token_row *rows, uint32_
         if (!row->embedding && (row->token < 0 || (uint32_t)row->token >= n_vocab))
             return rfi_fail(err, RF_ERR_ARGUMENT, i, "rf_session_eval: row %u: token %d, want 0 to %u", i, row->token,
                             n_vocab - 1);
-        if (row->embedding && s->m->config.n_layer_input)
-            return rfi_fail(err, RF_ERR_UNSUPPORTED, i,
-                            "rf_session_eval: row %u: every layer of this model looks up the token, "
-                            "an embedding has none",
-                            i);
+        if (row->embedding && (s->m->config.n_layer_input || s->m->config.ngram.n_heads))
+            return rfi_fail(err, RF_ERR_UNSUPPORTED, i, "rf_session_eval: row %u: layers of this model look up the "
+                            "token, an embedding has none", i);
         if (s->m->config.both_ways && s->lengths[row->seq])
             return rfi_fail(err, RF_ERR_ARGUMENT, i, "rf_session_eval: row %u: sequence %d holds %u tokens, which did "
                             "not attend to these: empty it first", i, row->seq, s->lengths[row->seq]);
@@ -16466,6 +16748,40 @@ static uint32_t rfi_eval_end(const rf_session *s, uint32_t segment, uint32_t n_r
     return end;
 }
 
+/* The rows of the table of n-grams that the token at `pos` of a sequence chooses. The hash of the last n tokens is the
+ * XOR of each times the multiplier of its age. Tokens before the sequence, and those not after the last end of text (but
+ * for the token itself), count as ends of text. */
+static void rfi_ngram_rows(const rfi_ngram_config *g, const int32_t *tokens, uint32_t pos, uint64_t *rows) {
+    uint64_t hash = (uint64_t)tokens[pos] * g->multipliers[0];
+    int ended = 0;
+    for (uint32_t age = 1; age < g->max; age++) {
+        ended |= age > pos || (uint32_t)tokens[pos - age] == g->eos;
+        hash ^= (ended ? g->eos : (uint64_t)tokens[pos - age]) * g->multipliers[age];
+        for (uint32_t h = (age - 1) * g->n_each; h < age * g->n_each; h++) rows[h] = g->first[h] + hash % g->n_rows[h];
+    }
+}
+
+/* Write the n-gram embeddings of a micro-batch, whose tokens are in s->tokens, to their buffer. */
+static rf_result rfi_eval_ngrams(rf_session *s, uint32_t n_rows, rf_error *err) {
+    const rfi_ngram_config *g = &s->m->config.ngram;
+    const uint64_t width = (uint64_t)g->n_heads * g->width;
+    uint64_t rows[RFI_MAX_NGRAM_HEADS];
+    rf_ticket ticket = {0};
+    if (g->n_heads == 0) return RF_OK;
+    for (uint32_t i = 0; i < n_rows; i++) {
+        const rf_step_row *row = &s->rows[i];
+        rfi_ngram_rows(g, s->tokens + (uint64_t)(uint32_t)row->seq * s->desc.n_ctx, (uint32_t)row->pos, rows);
+        for (uint32_t h = 0; h < g->n_heads; h++) {
+            rf_result r = rf_gguf_read_tensor(s->m->g, g->tensor, rows[h] * g->row_bytes, s->ngram_row, g->row_bytes, err);
+            if (r == RF_OK)
+                r = rf_dequantize(g->type, s->ngram_row, g->width, s->ngrams + i * width + (uint64_t)h * g->width, err);
+            if (r != RF_OK) return r;
+        }
+    }
+    return s->m->device->api->mem_write(s->queue, &s->scratch, s->buffer_offset[s->m->plan.ngrams], s->ngrams,
+                                        n_rows * width * sizeof *s->ngrams, &ticket, err);
+}
+
 /* The last micro-batch also reads the argmax of all logits rows. s->eval_lengths: where each sequence continues. */
 static rf_result rfi_eval_batch(rf_session *s, const rf_token_row *rows, uint32_t n_rows, uint32_t first_logits_row,
                                 int last, uint32_t *n_logits, rf_error *err) {
@@ -16491,7 +16807,7 @@ static rf_result rfi_eval_batch(rf_session *s, const rf_token_row *rows, uint32_
     *n_logits = step.n_logits;
     rfi_snapshots_plan(s, n_rows);
     rf_ticket ticket = {0};
-    rf_result r = RF_OK;
+    rf_result r = rfi_eval_ngrams(s, n_rows, err);
     rfi_stream_begin_pass(s->m->store);
     for (uint32_t segment = 0, end; r == RF_OK && segment < s->n_segments; segment = end) {
         end = rfi_eval_end(s, segment, n_rows);
