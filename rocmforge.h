@@ -1618,8 +1618,8 @@ typedef struct rf_heads_params {
 
 /* CONV, a causal depthwise convolution: out[T, n] = act(sum over j < n_taps of W[c, j] * x[t - (n_taps - 1 - j) *
  * dilation, c] + bias[c]). x = rows of in[T, n], before them the sequence's state [(n_taps - 1) * dilation, n], oldest
- * first. W is [n, n_taps] of floats; without weight it is 1 / n_taps, a mean. act is RF_ACT_SILU or RF_ACT_NONE. out may
- * be in. */
+ * first. W is [n, n_taps] of floats; without weight it is 1 / n_taps, a mean. act is RF_ACT_SILU or RF_ACT_NONE. out
+ * may be in. */
 typedef struct rf_conv_params {
     uint32_t n, n_taps;
     uint32_t activation;
@@ -8255,7 +8255,8 @@ static void rfi_config_indexer(rfi_key_reader *k, rfi_config *c) {
         uint32_t own = blocks ? il >= c->moe.n_dense : 1;
         if (c->arch->indexer == RFI_INDEX_SHARED) rfi_key_uint_of(k, &types, il, c->n_layers, &own);
         if (pooled) own = !c->layers[il].recurrent;
-        if (own == 0 && il == 0 && !blocks && !pooled) rfi_key_fail(k, RF_ERR_FORMAT, "layer 0 has no indexer of its own");
+        if (own == 0 && il == 0 && !blocks && !pooled)
+            rfi_key_fail(k, RF_ERR_FORMAT, "layer 0 has no indexer of its own");
         c->layers[il].indexes = own == 1;
     }
 }
@@ -8289,8 +8290,9 @@ static void rfi_config_ngram_table(rfi_key_reader *k, rfi_ngram_config *g) {
     const int found = rf_gguf_find_tensor(k->g, name, &t, NULL) == RF_OK;
     const rf_type_info type = rf_type_get(t.type);
     if (!found || t.ne[0] != g->width || t.ne[1] < n_rows || t.ne[2] != 1 || !type.runs) {
-        k->result = rfi_fail(k->err, !found ? RF_ERR_NOT_FOUND : type.runs ? RF_ERR_FORMAT : RF_ERR_UNSUPPORTED, t.where,
-                             "%s: %s: want ne={%u, %llu or more} of a type that runs, found %s ne={%llu, %llu}",
+        const rf_result code = !found ? RF_ERR_NOT_FOUND : type.runs ? RF_ERR_FORMAT : RF_ERR_UNSUPPORTED;
+        k->result = rfi_fail(k->err, code, t.where, "%s: %s: want ne={%u, %llu or more} of a type that runs, "
+                             "found %s ne={%llu, %llu}",
                              rfi_gguf_path(k->g), name, g->width, RFI_LLU(n_rows), found ? type.name : "none",
                              RFI_LLU(t.ne[0]), RFI_LLU(t.ne[1]));
         return;
@@ -8318,8 +8320,8 @@ static void rfi_config_ngrams(rfi_key_reader *k, rfi_config *c) {
     rfi_key_uint(k, &max, &g->max);
     rfi_key_uint(k, &kernel, &g->n_taps);
     if (k->result == RF_OK && (g->n_taps - 1) * g->max > RF_MAX_REACH)
-        rfi_key_fail(k, RF_ERR_UNSUPPORTED, "%u taps of n-grams of %u tokens: at most %u tokens back", g->n_taps, g->max,
-                     RF_MAX_REACH);
+        rfi_key_fail(k, RF_ERR_UNSUPPORTED, "%u taps of n-grams of %u tokens: at most %u tokens back", g->n_taps,
+                     g->max, RF_MAX_REACH);
     if (k->result != RF_OK) return;
     g->layer = (uint32_t)layer;
     g->n_heads = (g->max - 1) * g->n_each;
@@ -9082,7 +9084,8 @@ static void rfi_emit_index(rfi_builder *b, const rfi_decoder *d, uint32_t in, ui
     op->in2 = blocks ? RF_NONE : d->index_weights;
     op->state = state;
     op->flags = pooled ? RF_OP_LAST : 0;
-    op->index = (rf_index_params){x->n_heads, x->head_dim, own_lists ? x->n_heads : 1, x->n_listed, x->unit, x->n_local};
+    const uint32_t n_lists = own_lists ? x->n_heads : 1;
+    op->index = (rf_index_params){x->n_heads, x->head_dim, n_lists, x->n_listed, x->unit, x->n_local};
 }
 
 /* x += Wo attention(rope(q), rope(k), v), with q, k, v from `in` */
@@ -9801,7 +9804,7 @@ static void rfi_emit_gather_streams(rfi_builder *b, const rfi_decoder *d, const 
     rfi_emit_glu(b, d->x, RF_NONE, c->n_embd, RF_ACT_CLAMP);
 }
 
-/* wide += g + silu(conv(norm(g))), g = w * Wvalue e of n-gram embeddings e; w follows from norm(Wkey e) . norm(wide). */
+/* wide += g + silu(conv(norm(g))), g = w * Wvalue e of n-gram embeddings e, w by norm(Wkey e) . norm(wide): SPREAD */
 static void rfi_emit_ngrams(rfi_builder *b, const rfi_decoder *d) {
     const rfi_config *c = b->c;
     const rfi_ngram_config *g = &c->ngram;
@@ -13950,8 +13953,8 @@ static void rfi_cpu_cos_sin(void *ctx, uint32_t chunk, uint32_t thread) {
     const float *table = o->p->plan->tables + par->table;
     RFI_UNUSED(thread);
     for (uint32_t i = 0; i < n; i++) {
-        double angle =
-            ((double)o->step->rows[chunk].pos + par->shift) * (double)table[i] / (o->vector ? (double)o->vector[i] : 1.0);
+        double angle = ((double)o->step->rows[chunk].pos + par->shift) * (double)table[i] /
+                       (o->vector ? (double)o->vector[i] : 1.0);
         if (!(fabs(angle) < RF_ROPE_ANGLE_MAX)) angle = NAN;
         out[2 * i] = (float)cos(angle) * par->scale;
         out[2 * i + 1] = (float)sin(angle) * par->scale;
@@ -14260,7 +14263,8 @@ static void rfi_cpu_spread(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_spread_params *par = &o->op->spread;
     const uint32_t row = chunk / par->n_streams, stream = chunk % par->n_streams;
-    const float *in = o->in + row * o->in_width, w = rfi_spread_weight(o, row, stream) * (par->scale != 0 ? par->scale : 1);
+    const float *in = o->in + row * o->in_width, scale = par->scale != 0 ? par->scale : 1,
+                w = rfi_spread_weight(o, row, stream) * scale;
     float *out = o->out + row * o->out_width + (uint64_t)stream * par->n;
     RFI_UNUSED(thread);
     for (uint32_t i = 0; i < par->n; i++) out[i] = (o->op->flags & RF_OP_ACCUMULATE ? out[i] : 0) + w * in[i];
@@ -16749,8 +16753,8 @@ static uint32_t rfi_eval_end(const rf_session *s, uint32_t segment, uint32_t n_r
 }
 
 /* The rows of the table of n-grams that the token at `pos` of a sequence chooses. The hash of the last n tokens is the
- * XOR of each times the multiplier of its age. Tokens before the sequence, and those not after the last end of text (but
- * for the token itself), count as ends of text. */
+ * XOR of each times the multiplier of its age. Tokens before the sequence, and those not after the last end of text
+ * (but for the token itself), count as ends of text. */
 static void rfi_ngram_rows(const rfi_ngram_config *g, const int32_t *tokens, uint32_t pos, uint64_t *rows) {
     uint64_t hash = (uint64_t)tokens[pos] * g->multipliers[0];
     int ended = 0;
@@ -16772,9 +16776,10 @@ static rf_result rfi_eval_ngrams(rf_session *s, uint32_t n_rows, rf_error *err) 
         const rf_step_row *row = &s->rows[i];
         rfi_ngram_rows(g, s->tokens + (uint64_t)(uint32_t)row->seq * s->desc.n_ctx, (uint32_t)row->pos, rows);
         for (uint32_t h = 0; h < g->n_heads; h++) {
-            rf_result r = rf_gguf_read_tensor(s->m->g, g->tensor, rows[h] * g->row_bytes, s->ngram_row, g->row_bytes, err);
-            if (r == RF_OK)
-                r = rf_dequantize(g->type, s->ngram_row, g->width, s->ngrams + i * width + (uint64_t)h * g->width, err);
+            float *to = s->ngrams + i * width + (uint64_t)h * g->width;
+            rf_result r = rf_gguf_read_tensor(s->m->g, g->tensor, rows[h] * g->row_bytes, s->ngram_row, g->row_bytes,
+                                              err);
+            if (r == RF_OK) r = rf_dequantize(g->type, s->ngram_row, g->width, to, err);
             if (r != RF_OK) return r;
         }
     }
@@ -29031,6 +29036,8 @@ RFI_ONCE_CODE_END
  *            examples/rocmforge_server.c.
  *          Sparse attention: op INDEX chooses what deepseek32, glm-dsa and minimax-m3 attend to, in contexts of any
  *            length; kimi-k3: op BLEND, RF_ACT_SITU. KV_STORE without values; rf_attention_params.n_dense.
+ *          qwen4exp: op SPREAD (hyper-connections), rf_plan.ngrams (rows of a table that stays in the file),
+ *            rf_conv_params.dilation and means, rf_rope_params.shift.
  *   0.2.0  Renames and one rule for each kind of call; old -> new:
  *            rf_eval, rf_forward                 -> rf_session_eval, rf_session_forward
  *            rf_row                              -> rf_token_row

@@ -1548,6 +1548,7 @@ struct rfk_rope_args {
     uint32_t freqs_type, head_dim, n_rot, neox;
     uint32_t group; /* threads of a head, at most 256: pairs rotated at once */
     float scale;
+    int32_t shift;
 };
 RFK_DEVICE float *rfk_rope_head(const rfk_rope_args &a, uint32_t head) {
     if (head < a.n_heads[0]) return a.x[0] + (size_t)blockIdx.x * a.stride[0] + (size_t)head * a.head_dim;
@@ -1567,7 +1568,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rope(rfk_rope_args a) {
         const float *from = rfk_rope_head(a, head + j * at_once);
         x[j][0] = from[first], x[j][1] = from[second];
     }
-    double angle = (double)a.rows[blockIdx.x].pos * (double)a.table[i];
+    double angle = ((double)a.rows[blockIdx.x].pos + a.shift) * (double)a.table[i];
     if (a.freqs) angle /= (double)rfk_load_any(a.freqs, a.freqs_type, i);
     rfk_cos_sin(angle, &c, &s);
     c *= a.scale, s *= a.scale;
@@ -1951,48 +1952,57 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_mix(rfk_mix_args a) {
 #define RFK_CONV_ROWS 8u /* loads in flight */
 struct rfk_conv_args {
     const float *in;
-    const uint8_t *w; /* [n][n_taps] */
+    const uint8_t *w; /* [n][weights]; NULL: 1 / weights */
     const uint8_t *bias; /* [n], or NULL */
     float *out, *state; /* [slots][n_taps - 1][n] */
+    uint32_t dilation;  /* every so many taps one has a weight, the last one; the others are 0 */
     const rf_step_row *rows;
     uint32_t w_type, bias_type, in_stride, out_stride, n_rows, n, n_taps, activation;
 };
 /* The inputs of channel c before row t of the step to x, the newest last: of rows of the sequence, before those its
  * state. */
-RFK_DEVICE void rfk_conv_past(const rfk_conv_args &a, uint32_t t, uint32_t c, float (&x)[RF_MAX_TAPS]) {
+template <uint32_t TAPS>
+RFK_DEVICE void rfk_conv_past(const rfk_conv_args &a, uint32_t t, uint32_t c, float (&x)[TAPS]) {
     const int32_t seq = a.rows[t].seq;
     uint32_t have = 0, from = a.rows[t].from;
     for (; t > 0 && have + 1 < a.n_taps; t--) {
         if (a.rows[t - 1].seq != seq) continue;
         const float v = a.in[(size_t)(t - 1) * a.in_stride + c];
-        RFK_UNROLL(8)
-        for (uint32_t j = 0; j < RF_MAX_TAPS; j++) x[j] = j + have + 1 == RF_MAX_TAPS ? v : x[j]; /* in registers */
+        RFK_UNROLL(16)
+        for (uint32_t j = 0; j < TAPS; j++) x[j] = j + have + 1 == TAPS ? v : x[j]; /* in registers */
         from = a.rows[t - 1].from;
         have++;
     }
-    RFK_UNROLL(8)
-    for (uint32_t j = 1; j < RF_MAX_TAPS; j++) {
-        const uint32_t past = j + have + a.n_taps - RF_MAX_TAPS - 1; /* wraps around if there is no such tap */
-        if (from && j + have < RF_MAX_TAPS && past < a.n_taps - 1)
+    RFK_UNROLL(16)
+    for (uint32_t j = 1; j < TAPS; j++) {
+        const uint32_t past = j + have + a.n_taps - TAPS - 1; /* wraps around if there is no such tap */
+        if (from && j + have < TAPS && past < a.n_taps - 1)
             x[j] = a.state[((size_t)(from - 1) * (a.n_taps - 1) + past) * a.n + c];
     }
 }
+RFK_DEVICE float rfk_conv_weight(const rfk_conv_args &a, uint32_t c, uint32_t tap) {
+    const uint32_t n = (a.n_taps - 1) / a.dilation + 1;
+    if (c >= a.n || tap >= a.n_taps || tap % a.dilation) return 0;
+    return a.w ? rfk_load_any(a.w, a.w_type, (size_t)c * n + tap / a.dilation) : 1.0f / (float)n;
+}
+/* TAPS: at most so many, those without a weight included. */
+template <uint32_t TAPS>
 static __global__ void RFK_THREADS(RFK_CONV_CHANNELS * RFK_CONV_GROUPS) rfk_conv(rfk_conv_args a) {
     const uint32_t c = blockIdx.x * RFK_CONV_CHANNELS + threadIdx.x % RFK_CONV_CHANNELS,
                    groups = blockDim.x / RFK_CONV_CHANNELS, share = (a.n_rows + groups - 1) / groups,
                    begin = threadIdx.x / RFK_CONV_CHANNELS * share,
                    end = begin + share < a.n_rows ? begin + share : a.n_rows;
     const int32_t seq = (int32_t)blockIdx.y;
-    float w[RF_MAX_TAPS], x[RF_MAX_TAPS]; /* the last n_taps are used; the others are zero */
-    RFK_UNROLL(8)
-    for (uint32_t j = 0; j < RF_MAX_TAPS; j++) {
-        const uint32_t tap = j + a.n_taps - RF_MAX_TAPS;
-        w[j] = c < a.n && tap < a.n_taps ? rfk_load_any(a.w, a.w_type, (size_t)c * a.n_taps + tap) : 0.0f;
+    float w[TAPS], x[TAPS]; /* the last n_taps are used; the others are zero */
+    RFK_UNROLL(16)
+    for (uint32_t j = 0; j < TAPS; j++) {
+        const uint32_t tap = j + a.n_taps - TAPS;
+        w[j] = rfk_conv_weight(a, c, tap);
         x[j] = 0;
     }
     uint32_t first = begin;
     while (first < end && a.rows[first].seq != seq) first++;
-    if (first < end && c < a.n) rfk_conv_past(a, first, c, x);
+    if (first < end && c < a.n) rfk_conv_past<TAPS>(a, first, c, x);
     __syncthreads();
     if (c >= a.n) return;
     const float bias = a.bias ? rfk_load_any(a.bias, a.bias_type, c) : 0.0f;
@@ -2005,17 +2015,17 @@ static __global__ void RFK_THREADS(RFK_CONV_CHANNELS * RFK_CONV_GROUPS) rfk_conv
         for (uint32_t i = 0; i < RFK_CONV_ROWS; i++) {
             if (t0 + i >= end || a.rows[t0 + i].seq != seq) continue;
             const uint32_t to = a.rows[t0 + i].to;
-            RFK_UNROLL(8)
-            for (uint32_t j = 0; j + 1 < RF_MAX_TAPS; j++) x[j] = x[j + 1];
-            x[RF_MAX_TAPS - 1] = in[i];
+            RFK_UNROLL(16)
+            for (uint32_t j = 0; j + 1 < TAPS; j++) x[j] = x[j + 1];
+            x[TAPS - 1] = in[i];
             float sum = 0;
-            RFK_UNROLL(8)
-            for (uint32_t j = 0; j < RF_MAX_TAPS; j++) sum += w[j] * x[j];
+            RFK_UNROLL(16)
+            for (uint32_t j = 0; j < TAPS; j++) sum += w[j] * x[j];
             a.out[(size_t)(t0 + i) * a.out_stride + c] = rfk_activate(a.activation, sum + bias);
             if (to == 0) continue;
-            RFK_UNROLL(8)
-            for (uint32_t j = 1; j < RF_MAX_TAPS; j++) {
-                const uint32_t past = j + a.n_taps - RF_MAX_TAPS - 1;
+            RFK_UNROLL(16)
+            for (uint32_t j = 1; j < TAPS; j++) {
+                const uint32_t past = j + a.n_taps - TAPS - 1;
                 if (past < a.n_taps - 1) a.state[((size_t)(to - 1) * (a.n_taps - 1) + past) * a.n + c] = x[j];
             }
         }
@@ -5764,6 +5774,32 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_blend(rfk_blend_args a) {
     }
 }
 
+/* To the streams of hyper-connections: how much of `in` each receives, then that.   grid [T, streams]   block 256 */
+struct rfk_spread_args {
+    const float *in, *in2, *in3; /* as rf_spread_params; NULL: none */
+    float *out;
+    uint32_t in_stride, in2_stride, in3_stride, out_stride, n, accumulate;
+    float scale;
+};
+struct rfk_spread_shared {
+    float parts[RFK_BLOCK];
+};
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_spread(rfk_spread_args a) {
+    RFK_SHARED(rfk_spread_shared, s);
+    const size_t at = (size_t)blockIdx.y * a.n;
+    const float *in = a.in + (size_t)blockIdx.x * a.in_stride;
+    float *out = a.out + (size_t)blockIdx.x * a.out_stride + at, w = a.scale;
+    if (a.in3) {
+        const float *x = a.in2 + (size_t)blockIdx.x * a.in2_stride + at,
+                    *y = a.in3 + (size_t)blockIdx.x * a.in3_stride + at;
+        float sum = 0;
+        for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK) sum += x[i] * y[i];
+        const float d = rfk_block_join(s.parts, sum, true) / sqrtf((float)a.n), root = sqrtf(fmaxf(fabsf(d), 1e-6f));
+        w /= 1.0f + expf(d > 0 ? -root : d < 0 ? root : d);
+    } else if (a.in2) w /= 1.0f + expf(-a.in2[(size_t)blockIdx.x * a.in2_stride + blockIdx.y]);
+    for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK) out[i] = (a.accumulate ? out[i] : 0.0f) + w * in[i];
+}
+
 /* ---- the indexer of sparse attention ---- */
 
 #define RFK_INDEX_ROWS 16u /* rows that are scored, then chosen from, at a time       */
@@ -6754,6 +6790,7 @@ struct rfk_angles_of {
     float *out;           /* [row][RFK_MAX_HEAD], of which [n_rot / 2][2] */
     uint32_t freqs_type, n_rot;
     float scale;
+    int32_t shift;
 };
 struct rfk_angles_args {
     rfk_angles_of first, second;
@@ -6763,7 +6800,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_angles(rfk_angles_args a) {
     const rfk_angles_of of = blockIdx.y == 0 ? a.first : a.second;
     uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
     if (i >= of.n_rot / 2) return;
-    double angle = (double)a.rows[blockIdx.z].pos * (double)of.table[i];
+    double angle = ((double)a.rows[blockIdx.z].pos + of.shift) * (double)of.table[i];
     if (of.freqs) angle /= (double)rfk_load_any(of.freqs, of.freqs_type, i);
     float c, s;
     rfk_cos_sin(angle, &c, &s);
@@ -9790,6 +9827,7 @@ static rf_result rfk_run_rope(const rfk_launching *l) {
     a.n_rot = r->n_rot;
     a.neox = (op->flags & RF_OP_NEOX) != 0;
     a.scale = r->scale;
+    a.shift = r->shift;
     a.group = r->n_rot / 2 < RFK_BLOCK ? r->n_rot / 2 : RFK_BLOCK;
     dim3 grid(l->n_rows, rfk_ceil_div(a.n_heads[0] + (uint64_t)a.n_heads[1], RFK_ROPE_HEADS * (RFK_BLOCK / a.group)),
               rfk_ceil_div(r->n_rot / 2, RFK_BLOCK));
@@ -9967,6 +10005,22 @@ static rf_result rfk_run_blend(const rfk_launching *l) {
     a.n_banked = l->op->blend.n_banked;
     a.eps = l->op->blend.eps;
     return rfk_enqueue(l, rfk_blend, dim3(l->n_rows), RFK_BLOCK, a);
+}
+
+static rf_result rfk_run_spread(const rfk_launching *l) {
+    rfk_spread_args a;
+    a.in = l->b.in;
+    a.in2 = l->b.in2;
+    a.in3 = l->b.in3;
+    a.out = l->b.out;
+    a.in_stride = l->b.in_stride;
+    a.in2_stride = l->b.in2_stride;
+    a.in3_stride = l->b.in3_stride;
+    a.out_stride = l->b.out_stride;
+    a.n = l->op->spread.n;
+    a.accumulate = (l->op->flags & RF_OP_ACCUMULATE) != 0;
+    a.scale = l->op->spread.scale != 0 ? l->op->spread.scale : 1.0f;
+    return rfk_enqueue(l, rfk_spread, dim3(l->n_rows, l->op->spread.n_streams), RFK_BLOCK, a);
 }
 
 static rf_result rfk_run_index(const rfk_launching *l) {
@@ -10240,11 +10294,13 @@ static rf_result rfk_run_conv(const rfk_launching *l) {
     a.out_stride = l->b.out_stride;
     a.n_rows = l->n_rows;
     a.n = op->conv.n;
-    a.n_taps = op->conv.n_taps;
+    a.n_taps = (uint32_t)rf_conv_reach(&op->conv) + 1;
+    a.dilation = op->conv.dilation ? op->conv.dilation : 1;
     a.activation = op->conv.activation;
     const uint32_t groups = rfk_ceil_div(a.n_rows, RFK_CONV_ROWS),
                    block = RFK_CONV_CHANNELS * (groups < RFK_CONV_GROUPS ? groups : RFK_CONV_GROUPS);
-    return rfk_enqueue(l, rfk_conv, dim3(rfk_ceil_div(a.n, RFK_CONV_CHANNELS), l->p->n_seq), block, a);
+    return rfk_enqueue(l, a.n_taps <= RF_MAX_TAPS ? rfk_conv<RF_MAX_TAPS> : rfk_conv<RF_MAX_REACH + 1>,
+                       dim3(rfk_ceil_div(a.n, RFK_CONV_CHANNELS), l->p->n_seq), block, a);
 }
 
 typedef void (*rfk_delta_kernel)(rfk_delta_args);
@@ -10569,6 +10625,7 @@ static rf_result rfk_run_angles(rfk_launching *l) {
         of->out = p->angles + i * p->n_few * RFK_MAX_HEAD;
         of->n_rot = op->rope.n_rot;
         of->scale = op->rope.scale;
+        of->shift = op->rope.shift;
         max = op->rope.n_rot > max ? op->rope.n_rot : max;
     }
     if (max == 0) return RF_OK;
@@ -10665,6 +10722,7 @@ static rf_result rfk_run_kind(rfk_launching *l) {
     case RF_OP_SCAN: return rfk_run_scan(l);
     case RF_OP_INDEX: return rfk_run_index(l);
     case RF_OP_BLEND: return rfk_run_blend(l);
+    case RF_OP_SPREAD: return rfk_run_spread(l);
     default: return rfk_run_argmax(l);
     }
 }

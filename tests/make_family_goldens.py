@@ -241,7 +241,7 @@ def unit(x, eps):
     return x / np.sqrt((x * x).sum(-1, keepdims=True) + eps)
 
 
-def delta_net(m, il, h, project, key_head):
+def delta_net(m, il, h, project, key_head, opened=silu):
     """the gated DeltaNet. project(m, il, h): q, k, v side by side, the output's gate z, and what beta and decay come
     from; key_head(value head): the head of q and k that it goes with"""
     b, eps = 'blk.%d.ssm_' % il, m.get('attention.layer_norm_rms_epsilon')
@@ -252,7 +252,7 @@ def delta_net(m, il, h, project, key_head):
     q, k = unit(heads(q, n_k), eps)[:, of] * d ** -0.5, unit(heads(k, n_k), eps)[:, of]
     decay = np.exp(np.log1p(np.exp(before_decay + m.at(b + 'dt.bias'))) * m.at(b + 'a'))
     out = delta_rule(q, k, heads(v, n_v), sigmoid(before_beta), decay)
-    out = rms_norm(m, b + 'norm', out) * silu(heads(z, n_v))
+    out = rms_norm(m, b + 'norm', out) * opened(heads(z, n_v))
     return linear(m, b + 'out', out.reshape(len(h), -1))
 
 
@@ -296,14 +296,14 @@ def mamba2(m, il, h):
     return linear(m, b + 'out', y)
 
 
-def gated_attention(m, il, h):
+def gated_attention(m, il, h, seen=None):
     """each head's rows of attn_q are its query and then a gate for its output"""
     b, n_head, n_kv = 'blk.%d.attn_' % il, m.get('attention.head_count'), m.get('attention.head_count_kv')
     q, gate = np.split(heads(linear(m, b + 'q', h), n_head), 2, 2)
     q, k = rms_norm(m, b + 'q_norm', q), rms_norm(m, b + 'k_norm', heads(linear(m, b + 'k', h), n_kv))
     n_rot, base = m.get('rope.dimension_count'), m.get('rope.freq_base')
     out = attention(rope(q, n_rot, base, 'far'), rope(k, n_rot, base, 'far'), heads(linear(m, b + 'v', h), n_kv),
-                    q.shape[2] ** -0.5)
+                    q.shape[2] ** -0.5, seen=seen)
     return linear(m, b + 'output', out * sigmoid(gate.reshape(len(h), -1)))
 
 
@@ -661,6 +661,111 @@ def make_qwen3next(legacy=False):
 
 
 def make_qwen3next_legacy(): return make_qwen3next(legacy=True)
+
+
+def make_qwen4exp():
+    """Three residual streams: a layer reads the mean of what gates leave of them, and what it makes goes to each in a
+    measure of its own. Before layer 0 rows of a table that hashes of the last two and three tokens choose are added,
+    and a filter over every third row of them. Attention to the two best complete blocks of four positions, by the mean
+    of their keys, and to the block that is not complete"""
+    n_s, rank, n_heads, width, end = 3, 6, 4, 6, 8
+    m = Model('qwen4exp', 'qwen4exp')
+    delta_net_keys(m, layers=2, interval=2, n_k=2, n_v=4, d=16, eps=2e-3)
+    rows, first, factor = [37, 41, 43, 47], [0, 37, 80, 125], [11, 40503, 2654435]
+    m.u32(expert_count=6, expert_used_count=3, expert_feed_forward_length=16, expert_shared_feed_forward_length=24,
+          hyper_connection__count=n_s, hyper_connection__low_rank=rank, attention__indexer__head_count=3,
+          attention__indexer__key_length=10, attention__indexer__top_k=8, ple__ngram_size=3, ple__heads_per_ngram=2,
+          ple__conv_kernel=4, ple__eos_token_id=end, embedding_length_per_layer_input=width)
+    m.i32s(rope__dimension_sections=[2, 1, 1, 0], attention__compress_ratios=[0, 4], ple__layers=[0],
+           ple__layer_multipliers=factor, ple__head_offsets=first, ple__head_vocab_sizes=rows)
+    m.weight('token_embd', N_VOCAB, N_EMBD, gain=N_EMBD ** 0.5)
+    m.weight('output', N_VOCAB, N_EMBD, gain=3.0)
+    m.weight('per_layer_token_embd', 176, width, gain=width ** 0.5)
+
+    def put_streams(name, inject):
+        m.vector(name + '_norm.weight', n_s, N_EMBD, mean=1.0)
+        m.weight(name + '_down', rank, n_s * N_EMBD, gain=2.0)
+        m.weight(name + '_up', n_s * N_EMBD, rank, gain=2.0)
+        if inject: m.weight(name + '_inject', n_s, n_s * N_EMBD, gain=2.0)
+
+    put_streams('output_hc', inject=False)
+    for il in range(2):
+        b = 'blk.%d.' % il
+        put_streams(b + 'hc_attn', inject=True)
+        put_streams(b + 'hc_ffn', inject=True)
+        put_qwen_moe(m, il, fused=il == 1)
+    put_separate_projections(m, 0)
+    put_delta_net(m, 0)
+    put_gated_attention(m, 1)
+    m.weight('blk.1.indexer.q_proj', 30, N_EMBD, gain=1.5)
+    m.weight('blk.1.indexer.k_proj', 10, N_EMBD, gain=1.5)
+    m.norm('blk.1.indexer.q_norm', 10)
+    m.norm('blk.1.indexer.k_norm', 10)
+    m.weight('blk.0.ple_key', n_s * N_EMBD, n_heads * width)
+    m.weight('blk.0.ple_value', N_EMBD, n_heads * width)
+    for name in ('key', 'query', 'conv'): m.vector('blk.0.ple_norm_%s.weight' % name, n_s * N_EMBD, mean=1.0)
+    m.vector('blk.0.ple_conv1d.weight', n_s * N_EMBD, 4, spread=0.7)
+
+    def norm(m, name, x):
+        return rms(x, m.get('attention.layer_norm_rms_epsilon')) * m.at(name + '.weight').reshape(n_s, N_EMBD)
+
+    def from_streams(m, name, x):
+        h = norm(m, name + '_norm', x)
+        flat = h.reshape(len(x), -1)
+        gate = sigmoid(linear(m, name + '_up', silu(linear(m, name + '_down', flat) / n_s)))
+        return (h * gate.reshape(h.shape)).mean(1), flat
+
+    def to_streams(m, name, x, flat, y):
+        return x + 2.0 * sigmoid(linear(m, name + '_inject', flat) / n_s)[:, :, None] * y[:, None]
+
+    def ngrams(tokens):
+        table, out = m.at('per_layer_token_embd.weight'), np.zeros((len(tokens), n_heads, width))
+        for t in range(len(tokens)):
+            past, over = [int(tokens[t])], False
+            for age in (1, 2):
+                over = over or age > t or int(tokens[t - age]) == end
+                past.append(end if over else int(tokens[t - age]))
+            for head in range(n_heads):
+                mixed = 0
+                for age in range(2 + head // 2): mixed ^= past[age] * factor[age]
+                out[t, head] = table[first[head] + mixed % rows[head]]
+        return out.reshape(len(tokens), -1)
+
+    def with_ngrams(m, x, tokens):
+        b, e, n = 'blk.0.ple_', ngrams(tokens), len(tokens)
+        key = norm(m, b + 'norm_key', linear(m, b + 'key', e).reshape(x.shape))
+        near = (key * norm(m, b + 'norm_query', x)).sum(2) / N_EMBD ** 0.5
+        gate = sigmoid(np.sign(near) * np.sqrt(np.maximum(np.abs(near), 1e-6)))
+        gated = gate[:, :, None] * linear(m, b + 'value', e)[:, None]
+        past = np.concatenate([np.zeros((9, n_s * N_EMBD)), norm(m, b + 'norm_conv', gated).reshape(n, -1)])
+        w = m.at(b + 'conv1d.weight')
+        return x + gated + silu(sum(past[3 * j:3 * j + n] * w[:, j] for j in range(4))).reshape(x.shape)
+
+    def choice(m, h):
+        b, n = 'blk.1.indexer.', len(h)
+        q = rope(rms_norm(m, b + 'q_norm', heads(linear(m, b + 'q_proj', h), 3)), 8, 1000.0, 'far')
+        raw, key = linear(m, b + 'k_proj', h), np.zeros((n, 1, 10))
+        for at in range(0, n - 3, 4): key[at] = rms_norm(m, b + 'k_norm', raw[at:at + 4].mean(0))
+        key = rope(key, 8, 1000.0, 'far')[0:n - 3:4, 0]
+        score = np.maximum(np.einsum('thd,bd->thb', q, key), 0.0).sum(1)
+        score = np.where(4 * np.arange(len(key))[None] + 3 <= np.arange(n)[:, None], score, -np.inf)
+        blocks = np.zeros((n, (n + 3) // 4), bool)
+        blocks[:, :len(key)] = best_of_each(m, score, 2)
+        for t in range(n): blocks[t, t // 4] |= t % 4 != 3
+        return np.repeat(blocks, 4, 1)[:, :n]
+
+    def forward(m, tokens):
+        x = np.repeat(m.at('token_embd.weight')[tokens][:, None], n_s, 1)
+        for il in range(2):
+            b = 'blk.%d.' % il
+            if il == 0: x = with_ngrams(m, x, tokens)
+            h, flat = from_streams(m, b + 'hc_attn', x)
+            y = gated_attention(m, il, h, choice(m, h)) if il else delta_net(m, il, h, separate_projections, lambda i: i % 2, sigmoid)
+            x = to_streams(m, b + 'hc_attn', x, flat, y)
+            h, flat = from_streams(m, b + 'hc_ffn', x)
+            x = to_streams(m, b + 'hc_ffn', x, flat, qwen_moe(m, il, h))
+        return logits(m, from_streams(m, 'output_hc', x)[0])
+    return m, forward
 
 
 def make_cohere2():
@@ -2316,7 +2421,7 @@ FAMILIES = [make_mixtral, make_qwen2moe, make_olmoe, make_lfm2, make_lfm2moe, ma
             make_grovemoe, make_k2_horizon, make_talkie, make_mimo2, make_maple, make_qwen3vl, make_olmo,
             make_hunyuan_dense, make_jais, make_minicpm3, make_apertus, make_step35, make_deepseek32, make_glm_dsa,
             make_minimax_m3, make_nomic_bert, make_jina_bert_v3, make_modern_bert, make_modern_bert_silu,
-            make_kimi_k3]
+            make_kimi_k3, make_qwen4exp]
 
 
 # ---- answers ----

@@ -837,7 +837,8 @@ static void test_rope() {
         std::vector<float> f(n_rot / 2), v = values((size_t)T * (dim * h + 2));
         for (size_t k = 0; k < f.size(); k++) f[k] = uniform(1, 8);
         rf_op *o = g.rope(x, h, dim, n_rot, 1.25f);
-        o->rope.table = 3;
+        const int shift = freqs ? -3 : 0;
+        o->rope.table = 3, o->rope.shift = shift;
         o->flags = (neox ? RF_OP_NEOX : 0) | (r[6] ? RF_OP_LAST : 0);
         if (freqs) o->weight = g.vector(f);
         REQUIRE(g.open(T, 1, 140000) == RF_OK, "%s", g.err.text);
@@ -847,7 +848,7 @@ static void test_rope() {
         for (uint32_t t = 0; t < T; t++)
             for (uint32_t k = 0; k < h; k++)
                 for (uint32_t j = 0; j < n_rot / 2; j++) {
-                    double angle = (double)(firsts[r[2]] + (int32_t)t) * g.tables[3 + j] / (freqs ? f[j] : 1.0f),
+                    double angle = (double)(firsts[r[2]] + (int32_t)t + shift) * g.tables[3 + j] / (freqs ? f[j] : 1.0f),
                            c = cos(angle) * 1.25, s = sin(angle) * 1.25;
                     size_t at = (size_t)t * (dim * h + 2) + (size_t)k * dim + begin, a = at + (neox ? j : 2 * j),
                            b = at + (neox ? j + n_rot / 2 : 2 * j + 1);
@@ -1674,24 +1675,28 @@ static void test_conv() {
     for (size_t i = 0; i < list.size(); i++) {
         const Row &r = list[i];
         const uint32_t n = widths[r[0]], taps = all_taps[r[1]], type = vector_types[r[4]];
-        const bool silu = r[2], biased = r[3];
+        const bool silu = r[2], biased = r[3], mean = taps == 4 && !silu && biased;
+        const uint32_t apart = taps == 8 ? 1 + silu : taps == 4 && silu ? 3 : 1, reach = (taps - 1) * apart;
         char what[128];
         snprintf(what, sizeof what, "conv %s n %u taps %u silu %d bias %d rows %d device %d", type_name(type), n, taps, silu, biased,
                  r[5], r[6]);
         Rig g(devices[(size_t)r[6]]);
         g.n_slots = N_SLOTS;
-        const uint32_t in = g.buffer(n), out = i % 2 ? in : g.buffer(n), state = g.recurrent_state((taps - 1) * n);
+        const uint32_t in = g.buffer(n), out = i % 2 ? in : g.buffer(n), state = g.recurrent_state(reach * n);
         const std::vector<float> w = values((size_t)n * taps), b = values(n), x = values(recurrent_rows(r[5]).size() * n);
         const std::vector<double> wd = rounded(w, type), bd = rounded(b, type);
         rf_op *o = g.op(RF_OP_CONV);
         o->in = in, o->out = out, o->state = state, o->weight = g.vector(w, type), o->bias = biased ? g.vector(b, type) : RF_NONE;
         o->conv.n = n, o->conv.n_taps = taps, o->conv.activation = silu ? RF_ACT_SILU : RF_ACT_NONE;
+        o->conv.dilation = apart > 1 ? apart : 0;
+        if (mean) o->weight = RF_NONE;
         REQUIRE(g.open(75, 1, 128, 2) == RF_OK, "%s: %s", what, g.err.text);
         recurrent_case(g, in, out, x, r[5], what, [&](size_t t, std::vector<double> &past, double *y) {
             past.insert(past.end(), x.begin() + t * n, x.begin() + (t + 1) * n);
             for (uint32_t c = 0; c < n; c++) {
                 double sum = biased ? bd[c] : 0;
-                for (uint32_t j = 0; j < taps; j++) sum += wd[(size_t)c * taps + j] * past[(size_t)j * n + c];
+                for (uint32_t j = 0; j < taps; j++)
+                    sum += (mean ? 0.25 : wd[(size_t)c * taps + j]) * past[(size_t)j * apart * n + c];
                 y[c] = silu ? sum / (1 + exp(-sum)) : sum;
             }
             past.erase(past.begin(), past.begin() + n);
@@ -1924,6 +1929,40 @@ static void test_blend() {
             }
         }
         compare(g.get(out), want, FLOAT_TOLERANCE, NMSE_TOLERANCE, "blend");
+    }
+}
+
+static void test_spread() {
+    static const uint32_t ns[] = {1, 37, 256, 700}, streams[] = {2, 5}, Ts[] = {1, 7};
+    std::vector<Row> list = combinations(std::vector<int>{4, 2, 2, 3, 2, n_devices});
+    for (size_t i = 0; i < list.size(); i++) {
+        const Row &r = list[i];
+        const uint32_t n = ns[r[0]], S = streams[r[1]], T = Ts[r[2]], all = n * S;
+        const int by = r[3];
+        const bool add = r[4];
+        Rig g(devices[(size_t)r[5]]);
+        const uint32_t in = g.buffer(n + 2), a = g.buffer(all + 3), b = g.buffer(all), out = g.buffer(all + 1);
+        const std::vector<float> x = values((size_t)T * (n + 2)), p = values((size_t)T * (all + 3)), q = values((size_t)T * all),
+                                 y = values((size_t)T * (all + 1));
+        rf_op *o = g.op(RF_OP_SPREAD);
+        o->in = in, o->in2 = by ? a : RF_NONE, o->in3 = by == 2 ? b : RF_NONE, o->out = out;
+        o->flags = add ? RF_OP_ACCUMULATE : 0, o->spread = rf_spread_params{n, S, add ? 2.0f : 0.0f};
+        REQUIRE(g.open(T, 1, 64) == RF_OK, "%s", g.err.text);
+        g.set(in, x), g.set(a, p), g.set(b, q), g.set(out, y);
+        REQUIRE(g.run(rows_of(T)) == RF_OK, "%s", g.err.text);
+        std::vector<double> want(y.begin(), y.end());
+        for (uint32_t t = 0; t < T; t++)
+            for (uint32_t s = 0; s < S; s++) {
+                double v = p[(size_t)t * (all + 3) + s], dot = 0;
+                for (uint32_t j = 0; j < n; j++) dot += (double)p[(size_t)t * (all + 3) + s * n + j] * q[(size_t)t * all + s * n + j];
+                dot /= sqrt(n);
+                if (by == 2) v = (dot > 0 ? 1 : -1) * sqrt(fmax(fabs(dot), 1e-6));
+                for (uint32_t j = 0; j < n; j++) {
+                    double &w = want[(size_t)t * (all + 1) + s * n + j];
+                    w = (add ? w : 0) + (add ? 2 : 1) * (by ? 1 / (1 + exp(-v)) : 1) * x[(size_t)t * (n + 2) + j];
+                }
+            }
+        compare(g.get(out), want, FLOAT_TOLERANCE, NMSE_TOLERANCE, "spread");
     }
 }
 
@@ -3521,6 +3560,7 @@ int main(int argc, char **argv) {
     RUN(test_slice);
     RUN(test_index);
     RUN(test_blend);
+    RUN(test_spread);
     RUN(test_together);
     RUN(test_joined_norm);
     RUN(test_glu_launch);

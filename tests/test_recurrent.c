@@ -364,33 +364,35 @@ static void agree(const float *found, const double *want, size_t n, const char *
 
 static void test_conv_op(void) {
     static one_op o;
-    static double past[2][8][WIDE], want[ROWS * WIDE], left[SLOTS][8 * WIDE];
+    static double past[2][16][WIDE], want[ROWS * WIDE], left[SLOTS][15 * WIDE];
     static float w[WIDE * 8], bias[WIDE];
     fill(bias, WIDE, 9);
     for (uint32_t taps = 2; taps <= 8; taps += 2)
         for (int silu = 0; silu < 2; silu++) {
             rf_error err = {0};
-            const uint32_t n = taps == 8 ? 61 : 321, biased = taps / 2 % 2;
+            const uint32_t n = taps == 8 ? 61 : 321, biased = taps / 2 % 2, apart = taps == 8 ? 2 : taps == 4 && silu ? 5 : 1,
+                           reach = (taps - 1) * apart, mean = taps == 4 && !silu;
             memset(&o, 0, sizeof o), memset(past, 0, sizeof past), memset(left, 0, sizeof left);
             o.op = (rf_op){.kind = RF_OP_CONV, .in = 0, .in2 = RF_NONE, .in3 = RF_NONE, .out = 3, .weight = 0,
                            .bias = biased ? 1 : RF_NONE, .factor = RF_NONE,
-                           .conv = {.n = n, .n_taps = taps, .activation = silu ? RF_ACT_SILU : RF_ACT_NONE}};
-            o.state.width = (taps - 1) * n;
+                           .conv = {.n = n, .n_taps = taps, .activation = silu ? RF_ACT_SILU : RF_ACT_NONE, .dilation = apart > 1 ? apart : 0}};
+            if (mean) o.op.weight = RF_NONE;
+            o.state.width = reach * n;
             o.weights[0] = (rf_plan_weight){.name = "w", .type = RF_TYPE_F32, .n_in = taps, .n_rows = n, .size_bytes = 4ull * taps * n};
             o.weights[1] = (rf_plan_weight){.name = "b", .type = RF_TYPE_F32, .n_in = n, .n_rows = 1, .size_bytes = 4ull * n};
             o.values[0] = w, o.values[1] = bias, o.n_weights = 1 + biased, o.widths[0] = n, o.widths[1] = o.widths[2] = 1, o.widths[3] = n;
             fill(w, taps * n, taps), fill(o.x[0], ROWS * n, 77), fill(o.slots, SLOTS * N_STATE, 5);
-            for (uint32_t j = 0; j + 1 < taps; j++)
+            for (uint32_t j = 0; j < reach; j++)
                 for (uint32_t c = 0; c < n; c++) past[1][j][c] = o.slots[j * n + c];
             for (uint32_t r = 0; r < ROWS; r++)
                 for (uint32_t c = 0; c < n; c++) {
                     double (*x)[WIDE] = past[turns[r].seq], sum = 0;
-                    x[taps - 1][c] = o.x[0][r * n + c];
-                    for (uint32_t j = 0; j < taps; j++) sum += x[j][c] * w[c * taps + j];
+                    x[reach][c] = o.x[0][r * n + c];
+                    for (uint32_t j = 0; j < taps; j++) sum += x[j * apart][c] * (mean ? 0.25 : w[c * taps + j]);
                     if (biased) sum += bias[c];
-                    for (uint32_t j = 0; j + 1 < taps; j++) x[j][c] = x[j + 1][c];
+                    for (uint32_t j = 0; j < reach; j++) x[j][c] = x[j + 1][c];
                     want[r * n + c] = silu ? sum / (1 + exp(-sum)) : sum;
-                    for (uint32_t j = 0; turns[r].to && j + 1 < taps; j++) left[turns[r].to - 1][j * n + c] = x[j][c];
+                    for (uint32_t j = 0; turns[r].to && j < reach; j++) left[turns[r].to - 1][j * n + c] = x[j][c];
                 }
             CHECK(run_one(&o, turns, &err) == RF_OK, "%s", err.text);
             agree(o.y, want, ROWS * n, "conv");
@@ -613,6 +615,36 @@ static void test_blend_op(void) {
     agree(o.y, want, ROWS * N, "blend");
 }
 
+/* What goes to each stream: all, by a sigmoid, and by a product of vectors, which is 0 or next to it in some. */
+static void test_spread_op(void) {
+    enum { N = 37, S = 5 };
+    static one_op o;
+    static double want[ROWS * N * S];
+    for (uint32_t kind = 0; kind < 6; kind++) {
+        const int by = kind % 3, add = kind > 2;
+        rf_error err = {0};
+        memset(&o, 0, sizeof o);
+        o.op = (rf_op){.kind = RF_OP_SPREAD, .flags = add ? RF_OP_ACCUMULATE : 0, .in = 0, .in2 = by ? 1 : RF_NONE,
+                       .in3 = by == 2 ? 2 : RF_NONE, .out = 3, .state = RF_NONE, .weight = RF_NONE, .bias = RF_NONE,
+                       .factor = RF_NONE, .spread = {N, S, add ? 2.0f : 0}};
+        o.state.width = 1, o.widths[0] = N, o.widths[1] = o.widths[2] = o.widths[3] = N * S;
+        fill(o.x[0], ROWS * N, 1), fill(o.x[1], ROWS * N * S, 2), fill(o.x[2], ROWS * N * S, 3), fill(o.y, ROWS * N * S, 4);
+        memset(o.x[1], 0, N * sizeof(float));
+        for (uint32_t i = 0; i < N; i++) o.x[1][N + i] = i ? 0 : 1e-5f;
+        for (uint32_t r = 0; r < ROWS; r++)
+            for (uint32_t s = 0; s < S; s++) {
+                const uint32_t at = (r * S + s) * N;
+                double x = o.x[1][r * N * S + s], dot = 0;
+                for (uint32_t i = 0; i < N; i++) dot += (double)o.x[1][at + i] * o.x[2][at + i] / sqrt(N);
+                if (by == 2) x = (dot > 0) - (dot < 0), x *= sqrt(fmax(fabs(dot), 1e-6));
+                for (uint32_t i = 0; i < N; i++)
+                    want[at + i] = (add ? o.y[at + i] : 0) + (by ? 1 / (1 + exp(-x)) : 1) * (add ? 2 : 1) * o.x[0][r * N + i];
+            }
+        CHECK(run_one(&o, turns, &err) == RF_OK, "%s", err.text);
+        agree(o.y, want, ROWS * N * S, "spread");
+    }
+}
+
 /* Matrices of heads that lie apart in one weight, and such whose rows go with the values: quantized ones as floats. */
 static void test_heads_op(void) {
     enum { HEADS = 2, REST = 3, ROW0 = 1, MOST = ROW0 + HEADS * 40 };
@@ -712,6 +744,7 @@ int main(int argc, char **argv) {
         RUN(test_heads_op);
         RUN(test_index_op);
         RUN(test_blend_op);
+        RUN(test_spread_op);
         RUN(test_wide_delta);
         RUN(test_slice_op);
         RUN(test_batches);
