@@ -2318,7 +2318,7 @@ static uint32_t decoder_model(Rig &g, const DecoderShape &c) {
     return logits;
 }
 
-/* The prompt's length, and where the steps after it are: one by one; with a ring, where it begins again, three times. */
+/* The prompt's end, and where the steps after it are: one by one; with a ring, where it begins again, three times. */
 static std::vector<uint32_t> decoder_places(const DecoderShape &c) {
     static const uint32_t places[] = {70, 70, 71, 72, 73},
                           around[] = {20, decoder_ring - 1, decoder_ring, 2 * decoder_ring - 1, 2 * decoder_ring + 3, 3 * decoder_ring},
@@ -2357,10 +2357,11 @@ static std::vector<float> decoder_run(rf_dev *d, const DecoderShape &c, uint32_t
         CHECK(0, "%s", g.err.text);
         return all;
     }
-    if (c.windowed >= 2) fill_states(g, c, n_seq);
+    fill_states(g, c, n_seq);
+    const uint32_t begin = places[0] > 64 ? 64 : 0; /* what is before was there */
     for (size_t i = 0; i < places.size(); i++) {
         /* so few at a time that two sequences take the kernels that one takes: those of several rows */
-        for (uint32_t from = i == 0 ? 0 : places[i], end = places[i] + (i > 0), n; from < end; from += n) {
+        for (uint32_t from = i == 0 ? begin : places[i], end = places[i] + (i > 0), n; from < end; from += n) {
             std::vector<rf_step_row> rows;
             std::vector<uint32_t> last;
             n = end - from < 16 ? end - from : 16;
