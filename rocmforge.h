@@ -7357,7 +7357,7 @@ typedef struct rfi_config {
     uint32_t n_blocks;                /* layers in the file: n_layers, then unused MTP layers */
     rfi_layer_config *layers;         /* [n_layers]                                 */
     rfi_moe_config moe;
-    rfi_mla_config mla;
+    rfi_mla_config mla, swa_mla;
     rfi_recurrent_config recurrent;
 } rfi_config;
 
@@ -8177,6 +8177,24 @@ static void rfi_config_heads(rfi_key_reader *k, rfi_config *c) {
     if (c->arch->half_rot) c->n_rot = c->n_rot / 4 * 2;
 }
 
+/* MLA of layers with a sliding window, which has sizes of its own. */
+static void rfi_config_swa_mla(rfi_key_reader *k, rfi_config *c) {
+    rfi_mla_config *l = &c->swa_mla;
+    const rfi_uint_key rank = {"attention.kv_lora_rank_swa", 1, 1 << 14, l->kv_lora_rank, 0},
+                       key_length = {"attention.key_length_mla_swa", c->n_rot + 1, 1 << 14, l->head_dim, 0},
+                       value_length = {"attention.value_length_mla_swa", 1, 1 << 14, l->head_dim_v, 0};
+    rfi_key_uint(k, &rank, &l->kv_lora_rank);
+    rfi_key_uint(k, &key_length, &l->head_dim);
+    rfi_key_uint(k, &value_length, &l->head_dim_v);
+    rfi_key_find(k, "rope.dimension_count_swa");
+    if (c->swa_rope.n_rot != c->n_rot)
+        rfi_key_fail(k, RF_ERR_UNSUPPORTED, "%u, want rope.dimension_count %u", c->swa_rope.n_rot, c->n_rot);
+    for (uint32_t il = 0; il < c->n_layers; il++) {
+        rfi_layer_config *layer = &c->layers[il];
+        if (layer->swa) layer->head_dim = l->kv_lora_rank + c->n_rot, layer->head_dim_v = l->kv_lora_rank;
+    }
+}
+
 /* MLA. Older files, with attn_kv_b, give the sizes before compression and as many KV heads as heads. */
 static void rfi_config_mla(rfi_key_reader *k, rfi_config *c) {
     static const rfi_uint_key rank = {"attention.kv_lora_rank", 1, 1 << 14, 0, 1},
@@ -8211,6 +8229,8 @@ static void rfi_config_mla(rfi_key_reader *k, rfi_config *c) {
         layer->head_dim = c->head_dim;
         layer->head_dim_v = c->head_dim_v;
     }
+    c->swa_mla = *l;
+    if (c->arch->swa_period && !l->joined) rfi_config_swa_mla(k, c);
 }
 
 /* Blocks of positions whose keys are averaged: as many in every layer with attention. */
@@ -8253,9 +8273,12 @@ static void rfi_config_indexer(rfi_key_reader *k, rfi_config *c) {
         const int later = c->n_ctx_train >= 1 << 20 && il > 2 && il % 4 != 2; /* GLM-5.2 without the key */
         const rfi_uint_key types = {"attention.indexer.types", 0, 1, !later, 0};
         uint32_t own = blocks ? il >= c->moe.n_dense : 1;
+        const rfi_uint_key full = {"attention.indexer.types", !c->layers[il].swa, !c->layers[il].swa,
+                                   !c->layers[il].swa, 0};
         if (c->arch->indexer == RFI_INDEX_SHARED) rfi_key_uint_of(k, &types, il, c->n_layers, &own);
+        else if (c->arch->swa_period) rfi_key_uint_of(k, &full, il, c->n_layers, &own); /* layers without a window */
         if (pooled) own = !c->layers[il].recurrent;
-        if (own == 0 && il == 0 && !blocks && !pooled)
+        if (own == 0 && il == 0 && c->arch->indexer == RFI_INDEX_SHARED)
             rfi_key_fail(k, RF_ERR_FORMAT, "layer 0 has no indexer of its own");
         c->layers[il].indexes = own == 1;
     }
@@ -8516,7 +8539,7 @@ static void rfi_bind_check(rfi_builder *b, const char *name, const rf_tensor_inf
 static const struct {
     const char *name, *archs;
 } rfi_idle_tensors[] = {
-    {"attn_gate.scale", " bailingmoe3 kimi-k3 "},
+    {"attn_gate.scale", " bailingmoe3 dots3note kimi-k3 "},
     {"ffn_down_exps.scale", " bailingmoe3 kimi-k3 "},
     {"ffn_down_shexp.scale", " bailingmoe3 kimi-k3 "},
     {"ffn_gate_exps.scale", " bailingmoe3 kimi-k3 "},
@@ -9011,8 +9034,9 @@ static void rfi_emit_attend(rfi_builder *b, const rfi_decoder *d, const rfi_laye
         .head_dim_v = l->head_dim_v,
         .window = l->window,
         .slopes = d->slopes,
-        .scale = (float)(c->attention_scale != 0 ? c->attention_scale
-                                                 : 1 / sqrt(c->arch->attn_sinks ? c->n_rot : l->head_dim)),
+        .scale = (float)(mla && l->swa ? c->attention_scale * sqrt((double)c->mla.head_dim / c->swa_mla.head_dim)
+                         : c->attention_scale != 0 ? c->attention_scale
+                                                   : 1 / sqrt(c->arch->attn_sinks ? c->n_rot : l->head_dim)),
         .softcap = (float)c->attention_softcap,
         .temperature = (float)c->temperature,
         .temperature_length = c->temperature != 0 ? c->temperature_length : 0,
@@ -9020,7 +9044,7 @@ static void rfi_emit_attend(rfi_builder *b, const rfi_decoder *d, const rfi_laye
         .buckets = d->buckets,
     };
     const rfi_indexer_config *x = &c->indexer;
-    if (x->n_listed == 0 || (c->arch->indexer == RFI_INDEX_BLOCKS && !l->indexes)) return;
+    if (x->n_listed == 0 || l->swa || (c->arch->indexer == RFI_INDEX_BLOCKS && !l->indexes)) return;
     op->in2 = d->listed; /* of this layer, or of the one before that has an indexer */
     op->attention.n_lists = c->arch->indexer == RFI_INDEX_BLOCKS ? x->n_heads : 1;
     op->attention.n_listed = x->n_listed;
@@ -9126,13 +9150,14 @@ static void rfi_emit_heads(rfi_builder *b, uint32_t out, uint32_t in, uint32_t w
  * head instead, and the sums of compressed values by Wv. */
 static void rfi_emit_mla(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
     const rfi_config *c = b->c;
-    const rfi_mla_config *a = &c->mla;
+    const rfi_mla_config *a = l->swa ? &c->swa_mla : &c->mla;
+    const rfi_rope *rope = l->swa ? &d->swa_rope : &d->rope;
     const uint32_t nope = a->head_dim - c->n_rot;
     const uint64_t n_q = (uint64_t)l->n_heads * a->head_dim;
     const uint64_t n_first = a->q_lora_rank ? a->q_lora_rank : n_q;
     rfi_weight first = rfi_bind_matrix(b, a->q_lora_rank ? "attn_q_a" : "attn_q", c->n_embd, n_first, NULL);
     rfi_emit_matmul(b, a->q_lora_rank ? d->q_lora : d->q, in, first, (uint32_t)n_first, 0);
-    rfi_weight kv = rfi_bind_matrix(b, "attn_kv_a_mqa", c->n_embd, c->head_dim, NULL);
+    rfi_weight kv = rfi_bind_matrix(b, "attn_kv_a_mqa", c->n_embd, l->head_dim, NULL);
     rfi_emit_matmul(b, d->k, in, kv, a->kv_lora_rank, 0);
     kv.row = a->kv_lora_rank;
     rfi_emit_matmul(b, d->v, in, kv, c->n_rot, 0);
@@ -9143,8 +9168,9 @@ static void rfi_emit_mla(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
     }
     if (c->indexer.n_listed && l->indexes) rfi_emit_index(b, d, in, d->q_lora, a->q_lora_rank);
     rfi_emit_norm(b, d->k, d->k, "attn_kv_a_norm", a->kv_lora_rank, 1, 0);
-    if (l->rope) rfi_emit_rope(b, d->q, l->n_heads, a->head_dim, &d->rope)->flags |= RF_OP_LAST;
-    if (l->rope) rfi_emit_rope(b, d->v, 1, c->n_rot, &d->rope);
+    if (rfi_has(b, "attn_k_norm.weight")) rfi_emit_norm(b, d->v, d->v, "attn_k_norm", c->n_rot, 1, 0);
+    if (l->rope) rfi_emit_rope(b, d->q, l->n_heads, a->head_dim, rope)->flags |= RF_OP_LAST;
+    if (l->rope) rfi_emit_rope(b, d->v, 1, c->n_rot, rope);
     rf_heads_params keys = {l->n_heads, a->head_dim, nope, a->kv_lora_rank, 0, a->kv_lora_rank},
                     values = {l->n_heads, a->kv_lora_rank, a->kv_lora_rank, a->head_dim_v, 0, a->head_dim_v};
     uint32_t wk, wv;
@@ -10262,6 +10288,8 @@ static const rfi_arch rfi_archs[] = {
      .embedding_skip = 1, .logit_scale_multiplies = 1, .rope_neox = 1},
     {.name = "xverse"},
     {.name = "lfm2moe", .qk_norm = 1, .rope_neox = 1, .moe = &rfi_moe_lfm2, .recurrent = &rfi_lfm2},
+    {.name = "dots3note", .attn_gate = RF_ACT_SIGMOID, .mla = 1, .swa_period = 4, .indexer = RFI_INDEX_EACH,
+     .moe = &rfi_moe_deepseek2},
     {.name = "deepseek32", .mla = 1, .indexer = RFI_INDEX_EACH, .moe = &rfi_moe_deepseek2},
     {.name = "glm-dsa", .mla = 1, .indexer = RFI_INDEX_SHARED, .moe = &rfi_moe_glm4},
     {.name = "minimax-m3", .qk_norm = 1, .rope_neox = 1, .activation = RF_ACT_OAI, .indexer = RFI_INDEX_BLOCKS,

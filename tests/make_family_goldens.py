@@ -1231,6 +1231,27 @@ def best_of_each(m, score, kept):
     return seen
 
 
+def latent_choice(m, il, h, short, pairs, still, eps):
+    """which eight positions three heads of an indexer score best; their queries come from short. Queries and key turn in
+    eight dimensions, after `still` ones that do not"""
+    b = 'blk.%d.indexer.' % il
+    q, k = heads(linear(m, b + 'attn_q_b', short), 3), linear(m, b + 'attn_k', h)
+    k = k - k.mean(-1, keepdims=True)
+    k = (rms(k, eps) * m.at(b + 'k_norm.weight') + m.at(b + 'k_norm.bias'))[:, None]
+    q, k = (np.concatenate([x[..., :still], rope(x[..., still:], 8, 1000.0, pairs)], 2) for x in (q, k))
+    score = np.einsum('th,ths->ts', linear(m, b + 'proj', h), np.maximum(np.einsum('thd,sd->ths', q, k[:, 0]), 0.0))
+    age = np.arange(len(h))[:, None] - np.arange(len(h))[None, :]
+    return best_of_each(m, np.where(age < 0, -np.inf, score), 8)
+
+
+def lead_and_experts(m, il, h, act=silu):
+    """a dense FFN in the first layer, then experts by sigmoids, times 1.8, and a shared one"""
+    if il == 0: return gated_ffn(m, il, h)
+    probs = sigmoid(linear(m, 'blk.%d.ffn_gate_inp' % il, h))
+    w = choose_experts(m, probs, probs + m.at('blk.%d.exp_probs_b.bias' % il), True)
+    return 1.8 * experts(m, il, h, w, act) + gated_ffn(m, il, h, '_shexp')
+
+
 def make_sparse_latent(arch, pairs, shared):
     """DeepSeek V3.2 and GLM-5: latent attention to the eight positions that an indexer's heads score best; its queries
     and key turn in their first dimensions. In GLM-5 layers may take over an earlier layer's choice"""
@@ -1259,33 +1280,66 @@ def make_sparse_latent(arch, pairs, shared):
         m.norm(b + 'indexer.k_norm', 12)
         m.vector(b + 'indexer.k_norm.bias', 12)
 
-    def choice(m, il, h):
-        b = 'blk.%d.' % il
-        q = linear(m, b + 'indexer.attn_q_b', rms_norm(m, b + 'attn_q_a_norm', linear(m, b + 'attn_q_a', h)))
-        k = linear(m, b + 'indexer.attn_k', h)
-        k = k - k.mean(-1, keepdims=True)
-        k = rms(k, 1e-6) * m.at(b + 'indexer.k_norm.weight') + m.at(b + 'indexer.k_norm.bias')
-        q, k = rope(heads(q, 3), 8, 1000.0, pairs), rope(k[:, None], 8, 1000.0, pairs)[:, 0]
-        score = np.einsum('th,ths->ts', linear(m, b + 'indexer.proj', h), np.maximum(np.einsum('thd,sd->ths', q, k), 0.0))
-        age = np.arange(len(h))[:, None] - np.arange(len(h))[None, :]
-        return best_of_each(m, np.where(age < 0, -np.inf, score), 8)
-
     def decoder(m, tokens):
         last = [None]
         def mix(m, il, h):
-            if il != 1 or not shared: last[0] = choice(m, il, h)
+            b = 'blk.%d.attn_q_a' % il
+            if il != 1 or not shared: last[0] = latent_choice(m, il, h, rms_norm(m, b + '_norm', linear(m, b, h)), pairs, 0, 1e-6)
             return latent_attention(m, il, h, 1.0, 1.0, last[0])
-        def ffn(m, il, h):
-            if il == 0: return gated_ffn(m, il, h)
-            probs = sigmoid(linear(m, 'blk.%d.ffn_gate_inp' % il, h))
-            w = choose_experts(m, probs, probs + m.at('blk.%d.exp_probs_b.bias' % il), True)
-            return 1.8 * experts(m, il, h, w) + gated_ffn(m, il, h, '_shexp')
-        return pre_norm_decoder(m, tokens, mix, ffn)
+        return pre_norm_decoder(m, tokens, mix, lead_and_experts)
     return m, decoder
 
 
 def make_deepseek32(): return make_sparse_latent('deepseek32', 'far', shared=False)
 def make_glm_dsa(): return make_sparse_latent('glm-dsa', 'near', shared=True)
+
+
+def make_dots3note():
+    """Layers with a window of six positions have latents, keys and values of other widths and another base; the others
+    attend to the eight positions that an indexer scores best. The part of a key that turns is normalised, and a gate for
+    each head closes what it found"""
+    m = Model('dots3note', 'dots3note')
+    common_keys(m, layers=3, n_head=4, n_kv=1, head_dim=24 + 8, n_ff=48, base=1000.0, n_rot=8)
+    m.u32(attention__kv_lora_rank=24, attention__q_lora_rank=20, attention__value_length=24, attention__key_length_mla=20,
+          attention__value_length_mla=10, leading_dense_block_count=1, expert_count=6, expert_used_count=2,
+          expert_feed_forward_length=16, expert_shared_count=1, expert_gating_func=2, attention__indexer__head_count=3,
+          attention__indexer__key_length=12, attention__indexer__top_k=8, attention__sliding_window=6,
+          attention__kv_lora_rank_swa=16, attention__key_length_mla_swa=18, attention__value_length_mla_swa=7)
+    m.i32s(attention__indexer__types=[1, 0, 1], attention__sliding_window_pattern=[0, 1, 0], attention__head_count=[4, 3, 4])
+    m.f32(expert_weights_scale=1.8, rope__freq_base_swa=300.0)
+    m.flag(expert_weights_norm=True)
+    put_embeddings(m)
+    sizes = [(4, 24, 20, 10, 1000.0), (3, 16, 18, 7, 300.0), (4, 24, 20, 10, 1000.0)]
+    for il, (n_head, rank, key, value, _) in enumerate(sizes):
+        b = 'blk.%d.' % il
+        for name, n in (('attn_norm', N_EMBD), ('attn_q_a_norm', 20), ('attn_kv_a_norm', rank), ('attn_k_norm', 8), ('ffn_norm', N_EMBD)):
+            m.norm(b + name, n)
+        for name, *shape in (('q_a', 20, N_EMBD), ('q_b', n_head * key, 20), ('kv_a_mqa', rank + 8, N_EMBD), ('k_b', n_head, rank, key - 8),
+                             ('v_b', n_head, value, rank), ('gate', n_head, N_EMBD), ('output', N_EMBD, n_head * value)):
+            m.weight(b + 'attn_' + name, *shape, gain=1.5)
+        if il == 0: put_ffn(m, il, 48)
+        else:
+            put_experts(m, il, 6, 16)
+            put_ffn(m, il, 16, '_shexp')
+            m.vector(b + 'exp_probs_b.bias', 6, spread=0.2)
+        if il == 1: continue
+        for name, *shape in (('attn_q_b', 36, 20), ('attn_k', 12, N_EMBD), ('proj', 3, N_EMBD)): m.weight(b + 'indexer.' + name, *shape, gain=1.5)
+        m.norm(b + 'indexer.k_norm', 12)
+        m.vector(b + 'indexer.k_norm.bias', 12)
+
+    def mix(m, il, h):
+        b, (n_head, rank, key, value, base) = 'blk.%d.attn_' % il, sizes[il]
+        short = rms_norm(m, b + 'q_a_norm', linear(m, b + 'q_a', h))
+        q, narrow = heads(linear(m, b + 'q_b', short), n_head), linear(m, b + 'kv_a_mqa', h)
+        turning = rope(rms_norm(m, b + 'k_norm', narrow[:, None, rank:]), 8, base, 'near')
+        q = np.concatenate([q[..., :key - 8], rope(q[..., key - 8:], 8, base, 'near')], 2)
+        narrow = rms_norm(m, b + 'kv_a_norm', narrow[:, :rank])
+        k = np.concatenate([np.einsum('tr,hrd->thd', narrow, m.at(b + 'k_b.weight')), np.repeat(turning, n_head, 1)], 2)
+        v = np.einsum('tr,hdr->thd', narrow, m.at(b + 'v_b.weight'))
+        y = attention(q, k, v, key ** -0.5, 6 if il == 1 else 0, seen=None if il == 1 else latent_choice(m, il, h, short, 'far', 0, 1e-6))
+        y = heads(y, n_head) * sigmoid(linear(m, b + 'gate', h))[:, :, None]
+        return linear(m, b + 'output', y.reshape(len(h), -1))
+    return m, lambda m, tokens: pre_norm_decoder(m, tokens, mix, lead_and_experts)
 
 
 def make_minimax_m3():
@@ -2421,7 +2475,7 @@ FAMILIES = [make_mixtral, make_qwen2moe, make_olmoe, make_lfm2, make_lfm2moe, ma
             make_grovemoe, make_k2_horizon, make_talkie, make_mimo2, make_maple, make_qwen3vl, make_olmo,
             make_hunyuan_dense, make_jais, make_minicpm3, make_apertus, make_step35, make_deepseek32, make_glm_dsa,
             make_minimax_m3, make_nomic_bert, make_jina_bert_v3, make_modern_bert, make_modern_bert_silu,
-            make_kimi_k3, make_qwen4exp]
+            make_kimi_k3, make_qwen4exp, make_dots3note]
 
 
 # ---- answers ----
