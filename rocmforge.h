@@ -8836,7 +8836,8 @@ static rfi_rope rfi_rope_table(rfi_builder *b, const rfi_rope_config *r) {
     X(input_gate, TOKENS)  /* [n_layer_input]                                                        */ \
     X(skip, TOKENS)        /* [n_embd] the embedding, where every layer adds it                      */ \
     X(share, TOKENS)       /* [1] gate of the shared experts, before its sigmoid                     */ \
-    X(qg, TOKENS)          /* [n_heads, 2, head_dim] queries and the gates of attention              */ \
+    X(qg, TOKENS)          /* [n_heads, 2, head_dim] queries and the gates of attention; MLA: queries
+                              of layers with a window                                                */ \
     X(q_gate, TOKENS)      /* [n_heads, head_dim] those gates                                        */ \
     X(conv_b, TOKENS)      /* [n_embd] short convolution                                             */ \
     X(conv_c, TOKENS)      /* [n_embd]                                                               */ \
@@ -9152,11 +9153,12 @@ static void rfi_emit_mla(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
     const rfi_config *c = b->c;
     const rfi_mla_config *a = l->swa ? &c->swa_mla : &c->mla;
     const rfi_rope *rope = l->swa ? &d->swa_rope : &d->rope;
+    const uint32_t q = l->swa ? d->qg : d->q; /* HEADS wants rows of nothing but heads, which may be fewer there */
     const uint32_t nope = a->head_dim - c->n_rot;
     const uint64_t n_q = (uint64_t)l->n_heads * a->head_dim;
     const uint64_t n_first = a->q_lora_rank ? a->q_lora_rank : n_q;
     rfi_weight first = rfi_bind_matrix(b, a->q_lora_rank ? "attn_q_a" : "attn_q", c->n_embd, n_first, NULL);
-    rfi_emit_matmul(b, a->q_lora_rank ? d->q_lora : d->q, in, first, (uint32_t)n_first, 0);
+    rfi_emit_matmul(b, a->q_lora_rank ? d->q_lora : q, in, first, (uint32_t)n_first, 0);
     rfi_weight kv = rfi_bind_matrix(b, "attn_kv_a_mqa", c->n_embd, l->head_dim, NULL);
     rfi_emit_matmul(b, d->k, in, kv, a->kv_lora_rank, 0);
     kv.row = a->kv_lora_rank;
@@ -9164,12 +9166,12 @@ static void rfi_emit_mla(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
     if (a->q_lora_rank) {
         rfi_emit_norm(b, d->q_lora, d->q_lora, "attn_q_a_norm", a->q_lora_rank, 1, 0);
         rfi_weight w = rfi_bind_matrix(b, "attn_q_b", a->q_lora_rank, n_q, NULL);
-        rfi_emit_matmul(b, d->q, d->q_lora, w, (uint32_t)n_q, 0);
+        rfi_emit_matmul(b, q, d->q_lora, w, (uint32_t)n_q, 0);
     }
     if (c->indexer.n_listed && l->indexes) rfi_emit_index(b, d, in, d->q_lora, a->q_lora_rank);
     rfi_emit_norm(b, d->k, d->k, "attn_kv_a_norm", a->kv_lora_rank, 1, 0);
     if (rfi_has(b, "attn_k_norm.weight")) rfi_emit_norm(b, d->v, d->v, "attn_k_norm", c->n_rot, 1, 0);
-    if (l->rope) rfi_emit_rope(b, d->q, l->n_heads, a->head_dim, rope)->flags |= RF_OP_LAST;
+    if (l->rope) rfi_emit_rope(b, q, l->n_heads, a->head_dim, rope)->flags |= RF_OP_LAST;
     if (l->rope) rfi_emit_rope(b, d->v, 1, c->n_rot, rope);
     rf_heads_params keys = {l->n_heads, a->head_dim, nope, a->kv_lora_rank, 0, a->kv_lora_rank},
                     values = {l->n_heads, a->kv_lora_rank, a->kv_lora_rank, a->head_dim_v, 0, a->head_dim_v};
@@ -9184,7 +9186,7 @@ static void rfi_emit_mla(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
         wk = rfi_bind_heads(b, "attn_k_b", nope, a->kv_lora_rank, l->n_heads).id;
         wv = RF_NONE;
     }
-    rfi_emit_heads(b, d->mla_q, d->q, wk, &keys, a->joined ? RF_OP_ACROSS : 0);
+    rfi_emit_heads(b, d->mla_q, q, wk, &keys, a->joined ? RF_OP_ACROSS : 0);
     rfi_emit_attend(b, d, l);
     if (!a->joined) wv = rfi_bind_heads(b, "attn_v_b", a->kv_lora_rank, a->head_dim_v, l->n_heads).id;
     rfi_emit_heads(b, d->att, d->mla_v, wv, &values, 0);
