@@ -1447,7 +1447,7 @@ ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active,
 #define RF_OP_POSITIONS 8u      /* EMBED: look up the row's position instead of its token                           */
 #define RF_OP_LAST 0x10u        /* ROPE: rotate the last n_rot values of a head instead of the first;
                                  * INDEX: score a block by its last position                                        */
-#define RF_OP_SIGMOID 0x100u    /* ROUTE: probabilities by sigmoid; MIX: weights are sigmoid(in2)                   */
+#define RF_OP_SIGMOID 0x100u    /* ROUTE: probabilities by sigmoid; MIX, SPREAD: weights are sigmoid(in2)           */
 #define RF_OP_CHOSEN 0x200u     /* ROUTE: softmax over the chosen experts only                                      */
 #define RF_OP_NORMALIZE 0x400u  /* ROUTE: weights of the chosen experts add up to 1                                 */
 #define RF_OP_PER_CHOICE 0x800u /* EXPERTS: every chosen expert has an input row of its own                         */
@@ -1670,12 +1670,21 @@ typedef struct rf_blend_params {
 } rf_blend_params;
 
 /* SPREAD, to the residual streams of hyper-connections (arXiv 2409.19606): out[T, n_streams, n] = scale * w[s] *
- * in[T, n]. w = sigmoid(in2[T, n_streams]); with in3 in2 and in3 are [T, n_streams, n], d = in2[s] . in3[s] / sqrt(n),
- * and w = sigmoid(sign(d) * sqrt(max(|d|, 10^-6))); without in2 it is 1. */
+ * in[T, n]. w = in2[T, n_streams], or sigmoid(in2) under RF_OP_SIGMOID; with in3 in2 and in3 are [T, n_streams, n],
+ * d = in2[s] . in3[s] / sqrt(n), and w = sigmoid(sign(d) * sqrt(max(|d|, 10^-6))); without in2 it is 1. */
 typedef struct rf_spread_params {
     uint32_t n, n_streams;
     float scale;
 } rf_spread_params;
+
+/* HYPER, weights of hyper-connections: out[T, 2, n_streams] = what SPREAD gives to each stream, magnitude *
+ * sigmoid(weight[1] * in[T, n_streams + s] + bias[n_streams + s]) + eps, then what MIX takes of each,
+ * sigmoid(weight[0] * in[T, s] + bias[s]) + eps. With n_parts 1 the first half is 0, and in and bias are [n_streams];
+ * else n_parts is 2. */
+typedef struct rf_hyper_params {
+    uint32_t n_streams, n_parts;
+    float magnitude, eps;
+} rf_hyper_params;
 
 /* The one table of ops: X(KIND, id, member, rows, flags, operands).
  *   member    of rf_op's union, also the op's name       rows   RF_OP_ANY_ROWS, or the only rf_op_rows there may be
@@ -1863,7 +1872,7 @@ typedef struct rf_spread_params {
         rf_op_need(s, p->n_banked < RF_MAX_BLENDS, "too many vectors"); \
         rf_op_need(s, op->out != op->in, "out must not be in"); \
     }) \
-    X(SPREAD, 19, spread, RF_ROWS_TOKENS, RF_OP_ACCUMULATE, { \
+    X(SPREAD, 19, spread, RF_ROWS_TOKENS, RF_OP_ACCUMULATE | RF_OP_SIGMOID, { \
         const uint64_t all = (uint64_t)p->n_streams * p->n; \
         rf_op_in(s, op->in, p->n); \
         rf_op_in_if(s, op->in2, op->in3 != RF_NONE ? all : p->n_streams); \
@@ -1871,6 +1880,15 @@ typedef struct rf_spread_params {
         rf_op_out(s, all); \
         rf_op_need(s, op->in3 == RF_NONE || op->in2 != RF_NONE, "in3 needs in2"); \
         rf_op_need(s, op->out != op->in && op->out != op->in2 && op->out != op->in3, "out must not be an input"); \
+    }) \
+    X(HYPER, 20, hyper, RF_ROWS_TOKENS, 0, { \
+        const uint64_t n_in = (uint64_t)p->n_parts * p->n_streams; \
+        rf_op_in(s, op->in, n_in); \
+        rf_op_out(s, 2 * (uint64_t)p->n_streams); \
+        rf_op_vector(s, op->weight, p->n_parts); \
+        rf_op_vector(s, op->bias, n_in); \
+        rf_op_need(s, p->n_parts == 1 || p->n_parts == 2, "there must be 1 or 2 parts"); \
+        rf_op_need(s, op->out != op->in, "out must not be in"); \
     })
 
 #define RF_OP_ANY_ROWS 0xffu
@@ -7100,6 +7118,13 @@ enum {
     RFI_INDEX_SHARED = 2, /* some layers read the list of an earlier one (glm-dsa)        */
     RFI_INDEX_BLOCKS = 3, /* a list of blocks for each KV head (minimax-m3)               */
     RFI_INDEX_POOLED = 4, /* blocks score by the mean of their keys (qwen4exp)            */
+    RFI_INDEX_LAST = 5,   /* as SHARED; ropes rotate the last values, not the first (hy_v4); a file may have none */
+};
+
+/* rfi_arch.hyper */
+enum {
+    RFI_HYPER_GATED = 1, /* all values of the streams have gates (qwen4exp)              */
+    RFI_HYPER_MIXED = 2, /* weights of streams come from all of them, by HYPER (hy_v4)   */
 };
 
 typedef struct rfi_indexer_config {
@@ -7225,8 +7250,8 @@ typedef struct rfi_arch {
     uint8_t learned_positions; /* position_embd instead of rope; 2: if it is there                            */
     uint8_t embedding_is_output; /* a file without token_embd has its rows in output                          */
     uint8_t embedding_skip;   /* every layer adds the embedding times layer_output_scale                      */
-    uint8_t hyper;            /* hyper-connections: several residual streams, from whose mean a layer reads, and to all
-                                 of which it adds; n-gram embeddings in one layer                             */
+    uint8_t hyper;            /* rfi_hyper: hyper-connections, several residual streams, from whose sum a layer reads,
+                                 and to all of which it adds                                                  */
     uint8_t layer_inputs;     /* an embedding row for every layer, layers that share the keys and values of earlier
                                  ones, layer_output_scale                                                     */
 
@@ -7345,6 +7370,7 @@ typedef struct rfi_config {
     uint32_t activation;              /* rf_activation of the FFN                   */
     double situ_linear_beta;          /* beta of RF_ACT_SITU                        */
     uint32_t n_streams, stream_rank;  /* hyper-connections: residual streams, width of their gates; 0: none */
+    double stream_magnitude, stream_eps; /* as rf_hyper_params                      */
     rfi_ngram_config ngram;
     uint32_t residual_block;          /* the residual stream of every so many layers is kept for BLEND; 0: of none */
     double embedding_scale, residual_scale, logit_scale; /* 0: none              */
@@ -8249,8 +8275,9 @@ static void rfi_config_pool(rfi_key_reader *k, rfi_config *c) {
 /* Indexers. Without a layer that has one (n_listed 0) the trained context is attended to as a whole; a longer one is
  * refused then. */
 static void rfi_config_indexer(rfi_key_reader *k, rfi_config *c) {
-    static const rfi_uint_key top_k = {"attention.indexer.top_k", 1, INT32_MAX, 0, 1},
-                              block = {"attention.indexer.block_size", 1, 1 << 20, 1, 0},
+    const int last = c->arch->indexer == RFI_INDEX_LAST, shared = last || c->arch->indexer == RFI_INDEX_SHARED;
+    const rfi_uint_key top_k = {"attention.indexer.top_k", !last, INT32_MAX, 0, !last};
+    static const rfi_uint_key block = {"attention.indexer.block_size", 1, 1 << 20, 1, 0},
                               local = {"attention.indexer.local_blocks", 0, INT32_MAX, 0, 0},
                               heads = {"attention.indexer.head_count", 1, 1 << 10, 0, 1},
                               dim = {"attention.indexer.key_length", 1, 256, 0, 1};
@@ -8260,6 +8287,7 @@ static void rfi_config_indexer(rfi_key_reader *k, rfi_config *c) {
     x->unit = 1;
     if (pooled) rfi_config_pool(k, c);
     rfi_key_uint(k, &top_k, &best);
+    if (last && best == 0) return; /* none */
     rfi_key_uint(k, &heads, &x->n_heads);
     rfi_key_uint(k, &dim, &x->head_dim);
     if (blocks) rfi_key_uint(k, &block, &x->unit);
@@ -8271,14 +8299,14 @@ static void rfi_config_indexer(rfi_key_reader *k, rfi_config *c) {
     if (x->n_local > best) x->n_local = best;
     for (uint32_t il = 0; k->result == RF_OK && il < c->n_layers; il++) {
         const int later = c->n_ctx_train >= 1 << 20 && il > 2 && il % 4 != 2; /* GLM-5.2 without the key */
-        const rfi_uint_key types = {"attention.indexer.types", 0, 1, !later, 0};
+        const rfi_uint_key types = {"attention.indexer.types", 0, 1, !later, (uint32_t)last};
         uint32_t own = blocks ? il >= c->moe.n_dense : 1;
         const rfi_uint_key full = {"attention.indexer.types", !c->layers[il].swa, !c->layers[il].swa,
                                    !c->layers[il].swa, 0};
-        if (c->arch->indexer == RFI_INDEX_SHARED) rfi_key_uint_of(k, &types, il, c->n_layers, &own);
+        if (shared) rfi_key_uint_of(k, &types, il, c->n_layers, &own);
         else if (c->arch->swa_period) rfi_key_uint_of(k, &full, il, c->n_layers, &own); /* layers without a window */
         if (pooled) own = !c->layers[il].recurrent;
-        if (own == 0 && il == 0 && c->arch->indexer == RFI_INDEX_SHARED)
+        if (own == 0 && il == 0 && shared)
             rfi_key_fail(k, RF_ERR_FORMAT, "layer 0 has no indexer of its own");
         c->layers[il].indexes = own == 1;
     }
@@ -8363,6 +8391,11 @@ static void rfi_config_hyper(rfi_key_reader *k, rfi_config *c) {
     static const rfi_uint_key count = {"hyper_connection.count", 2, 64, 0, 1},
                               rank = {"hyper_connection.low_rank", 1, 1 << 16, 0, 1};
     rfi_key_uint(k, &count, &c->n_streams);
+    if (c->arch->hyper == RFI_HYPER_MIXED) {
+        rfi_key_real(k, "hyper_connection.epsilon", 0, 0, 1, &c->stream_eps);
+        rfi_key_scale(k, "hyper_connection.magnitude", 0, 1, &c->stream_magnitude);
+        return;
+    }
     rfi_key_uint(k, &rank, &c->stream_rank);
     if (k->result == RF_OK) rfi_config_ngrams(k, c);
 }
@@ -8539,33 +8572,33 @@ static void rfi_bind_check(rfi_builder *b, const char *name, const rf_tensor_inf
 static const struct {
     const char *name, *archs;
 } rfi_idle_tensors[] = {
-    {"attn_gate.scale", " bailingmoe3 dots3note kimi-k3 "},
-    {"ffn_down_exps.scale", " bailingmoe3 kimi-k3 "},
-    {"ffn_down_shexp.scale", " bailingmoe3 kimi-k3 "},
-    {"ffn_gate_exps.scale", " bailingmoe3 kimi-k3 "},
-    {"ffn_gate_shexp.scale", " bailingmoe3 kimi-k3 "},
-    {"ffn_up_exps.scale", " bailingmoe3 kimi-k3 "},
-    {"ffn_up_shexp.scale", " bailingmoe3 kimi-k3 "},
+    {"attn_gate.scale", " bailingmoe3 dots3note hy_v4 kimi-k3 "},
+    {"ffn_down_exps.scale", " bailingmoe3 hy_v4 kimi-k3 "},
+    {"ffn_down_shexp.scale", " bailingmoe3 hy_v4 kimi-k3 "},
+    {"ffn_gate_exps.scale", " bailingmoe3 hy_v4 kimi-k3 "},
+    {"ffn_gate_shexp.scale", " bailingmoe3 hy_v4 kimi-k3 "},
+    {"ffn_up_exps.scale", " bailingmoe3 hy_v4 kimi-k3 "},
+    {"ffn_up_shexp.scale", " bailingmoe3 hy_v4 kimi-k3 "},
     {"ssm_beta.scale", " bailingmoe3 kimi-k3 "},
     {"attn_k.bias", " bailingmoe3 kimi-k3 kimi-linear mimo2 minimax-m2 qwen4exp step35 "},
     {"attn_k.scale", " bailingmoe3 kimi-k3 kimi-linear "},
     {"attn_k_norm.bias", " mpt "},   /* without attn_q_norm */
     {"attn_k_norm.weight", " mpt "},
     {"attn_output.bias", " ernie4_5 ernie4_5-moe llada refact "},
-    {"attn_output.scale", " bailingmoe3 kimi-k3 kimi-linear "},
+    {"attn_output.scale", " bailingmoe3 hy_v4 kimi-k3 kimi-linear "},
     {"attn_q.bias", " bailingmoe3 kimi-k3 kimi-linear mimo2 minimax-m2 qwen4exp step35 "},
     {"attn_q.scale", " bailingmoe3 kimi-k3 kimi-linear "},
     {"attn_res_score.weight", " kimi-k3 "}, /* of layer 0: nothing is kept yet */
     {"attn_v.bias", " bailingmoe3 kimi-k3 kimi-linear mimo2 minimax-m2 qwen4exp step35 "},
     {"attn_v.scale", " bailingmoe3 kimi-k3 kimi-linear "},
     {"ffn_down.bias", " refact "},
-    {"ffn_down.scale", " bailingmoe3 kimi-k3 hy_v3 mimo2 "}, /* of layers with experts */
+    {"ffn_down.scale", " bailingmoe3 hy_v3 hy_v4 kimi-k3 mimo2 "}, /* of layers with experts */
     {"ffn_down.weight", " hy_v3 mimo2 "},
     {"ffn_gate.bias", " refact "},
-    {"ffn_gate.scale", " bailingmoe3 kimi-k3 hy_v3 mimo2 "},
+    {"ffn_gate.scale", " bailingmoe3 hy_v3 hy_v4 kimi-k3 mimo2 "},
     {"ffn_gate.weight", " hy_v3 mimo2 "},
     {"ffn_up.bias", " refact "},
-    {"ffn_up.scale", " bailingmoe3 kimi-k3 hy_v3 mimo2 "},
+    {"ffn_up.scale", " bailingmoe3 hy_v3 hy_v4 kimi-k3 mimo2 "},
     {"ffn_up.weight", " hy_v3 mimo2 "},
     {"output.bias", " dream qwen2vl "},
     {"rope_freqs.weight", " cogvlm falcon-h1 llada pangu-embedded refact "},
@@ -8859,7 +8892,7 @@ static rfi_rope rfi_rope_table(rfi_builder *b, const rfi_rope_config *r) {
     X(wide_gate, TOKENS)   /* [n_streams, n_embd] its gates                                          */ \
     X(wide_part, TOKENS)   /* [n_streams, n_embd] what n-grams add                                   */ \
     X(low, TOKENS)         /* [stream_rank] what the gates are made from                             */ \
-    X(inject, TOKENS)      /* [n_streams] how much of x each stream receives, before its sigmoid     */ \
+    X(inject, TOKENS)      /* [n_streams] how much of x each stream receives, or HYPER's weights     */ \
     X(ngrams, TOKENS)      /* [n_heads, width] embeddings of n-grams, from the host                  */ \
     X(xl, LOGITS)          /* [n_embd] rows of x that want logits                                    */ \
     X(logits, LOGITS)      /* [n_vocab]                                                              */ \
@@ -9078,7 +9111,9 @@ static void rfi_emit_index(rfi_builder *b, const rfi_decoder *d, uint32_t in, ui
     const rfi_indexer_config *x = &b->c->indexer;
     const int own_lists = b->c->arch->indexer == RFI_INDEX_BLOCKS, pooled = b->c->arch->indexer == RFI_INDEX_POOLED,
               blocks = own_lists || pooled;
-    const uint32_t n_q = x->n_heads * x->head_dim, neox = b->c->arch->indexer == RFI_INDEX_SHARED ? 0 : RF_OP_NEOX;
+    const uint32_t n_q = x->n_heads * x->head_dim, turn = b->c->arch->indexer == RFI_INDEX_SHARED ? 0
+                                                          : b->c->arch->indexer == RFI_INDEX_LAST  ? RF_OP_LAST
+                                                                                                   : RF_OP_NEOX;
     rfi_weight w = rfi_bind_matrix(b, blocks ? "indexer.q_proj" : "indexer.attn_q_b", n_from, n_q, NULL);
     rfi_emit_matmul(b, d->index_q, from, w, n_q, 0);
     w = rfi_bind_matrix(b, blocks ? "indexer.k_proj" : "indexer.attn_k", b->c->n_embd, x->head_dim, NULL);
@@ -9091,10 +9126,10 @@ static void rfi_emit_index(rfi_builder *b, const rfi_decoder *d, uint32_t in, ui
         op->conv = (rf_conv_params){x->head_dim, x->unit, RF_ACT_NONE, 0};
     }
     op = rfi_emit_norm(b, d->index_k, d->index_k, "indexer.k_norm", x->head_dim, 1, blocks ? 0 : RF_OP_CENTER);
-    if (!blocks) op->norm.eps = 1e-6f;
-    rfi_emit_rope(b, d->index_q, x->n_heads, x->head_dim, &d->rope)->flags = neox;
+    if (!blocks && b->c->arch->indexer != RFI_INDEX_LAST) op->norm.eps = 1e-6f;
+    rfi_emit_rope(b, d->index_q, x->n_heads, x->head_dim, &d->rope)->flags = turn;
     op = rfi_emit_rope(b, d->index_k, 1, x->head_dim, &d->rope);
-    op->flags = neox;
+    op->flags = turn;
     if (pooled) op->rope.shift = 1 - (int32_t)x->unit; /* to the block's first position */
     const rf_plan_state keys = {.layer = (uint32_t)b->layer, .n_kv_heads = 1, .head_dim = x->head_dim};
     const uint32_t state = rfi_push_state(b, &keys);
@@ -9832,6 +9867,30 @@ static void rfi_emit_gather_streams(rfi_builder *b, const rfi_decoder *d, const 
     rfi_emit_glu(b, d->x, RF_NONE, c->n_embd, RF_ACT_CLAMP);
 }
 
+/* xn = norm(a weighted sum of the streams), inject = the weights: HYPER of W norm(wide). x = 0. */
+static void rfi_emit_mixed_streams(rfi_builder *b, const rfi_decoder *d, const char *name, const char *norm) {
+    const rfi_config *c = b->c;
+    const int is_output = b->layer == (int32_t)c->n_layers;
+    const uint32_t n = c->n_streams, all = n * c->n_embd, n_parts = is_output ? 1 : 2;
+    char full[48];
+    snprintf(full, sizeof full, "%s_fn", name);
+    rfi_emit_norm(b, d->wide_norm, d->wide, NULL, all, 1, 0);
+    const rfi_weight fn = rfi_bind_matrix(b, full, all, n_parts * n, NULL);
+    rfi_emit_matmul(b, d->low, d->wide_norm, fn, n_parts * n, 0);
+    snprintf(full, sizeof full, "%s_scale.weight", name);
+    const uint32_t scale = rfi_bind_vector(b, full, n_parts);
+    snprintf(full, sizeof full, "%s_base.weight", name);
+    const uint32_t base = rfi_bind_vector(b, full, n_parts * n);
+    rf_op *op = rfi_op(b, RF_OP_HYPER, d->inject, d->low);
+    op->weight = scale;
+    op->bias = base;
+    op->hyper = (rf_hyper_params){n, n_parts, (float)c->stream_magnitude, (float)c->stream_eps};
+    rfi_emit_mix(b, d->xn, d->wide, d->inject, n, 0);
+    if (is_output) return; /* its norm follows */
+    rfi_emit_norm(b, d->xn, d->xn, norm, c->n_embd, 1, 0);
+    rfi_emit_glu(b, d->x, RF_NONE, c->n_embd, RF_ACT_CLAMP);
+}
+
 /* wide += g + silu(conv(norm(g))), g = w * Wvalue e of n-gram embeddings e, w by norm(Wkey e) . norm(wide): SPREAD */
 static void rfi_emit_ngrams(rfi_builder *b, const rfi_decoder *d) {
     const rfi_config *c = b->c;
@@ -9853,17 +9912,24 @@ static void rfi_emit_ngrams(rfi_builder *b, const rfi_decoder *d) {
     b->ngrams = d->ngrams;
 }
 
-/* A layer with hyper-connections: attention and FFN each read the streams' mean and add to all of them. */
+/* A layer with hyper-connections: attention and FFN each read a sum of the streams and add to all of them. */
 static void rfi_emit_hyper_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
     const rfi_config *c = b->c;
+    const int mixed = c->arch->hyper == RFI_HYPER_MIXED;
     if (c->ngram.n_heads && (uint32_t)b->layer == c->ngram.layer) rfi_emit_ngrams(b, d);
-    rfi_emit_gather_streams(b, d, "hc_attn");
-    if (l->recurrent) rfi_emit_delta(b, d, d->xn);
-    else rfi_emit_attention(b, d, l, d->xn);
-    rfi_emit_spread(b, d->wide, d->x, d->inject, RF_NONE, RF_OP_ACCUMULATE)->spread.scale = 2;
-    rfi_emit_gather_streams(b, d, "hc_ffn");
-    rfi_emit_layer_ffn(b, d, l, d->xn);
-    rfi_emit_spread(b, d->wide, d->x, d->inject, RF_NONE, RF_OP_ACCUMULATE)->spread.scale = 2;
+    for (int ffn = 0; ffn < 2; ffn++) {
+        const char *name = ffn ? "hc_ffn" : "hc_attn";
+        if (mixed) rfi_emit_mixed_streams(b, d, name, ffn ? "ffn_norm" : "attn_norm");
+        else rfi_emit_gather_streams(b, d, name);
+        if (ffn) rfi_emit_layer_ffn(b, d, l, d->xn);
+        else if (l->recurrent) rfi_emit_delta(b, d, d->xn);
+        else if (c->arch->mla) rfi_emit_mla(b, d, l, d->xn);
+        else rfi_emit_attention(b, d, l, d->xn);
+        rf_op *op = rfi_emit_spread(b, d->wide, d->x, d->inject, RF_NONE, RF_OP_ACCUMULATE);
+        if (mixed) continue;
+        op->flags |= RF_OP_SIGMOID;
+        op->spread.scale = 2;
+    }
 }
 
 /* One layer. With parallel FFN its input is made before attention adds to x. */
@@ -10041,7 +10107,9 @@ static void rfi_emit_decoder(rfi_builder *b) {
         else rfi_emit_layer(b, &d, &c->layers[il]);
     }
     b->layer = (int32_t)c->n_layers;
-    if (c->n_streams) rfi_emit_gather_streams(b, &d, "output_hc");
+    const int mixed = c->arch->hyper == RFI_HYPER_MIXED;
+    if (mixed) rfi_emit_mixed_streams(b, &d, "output_hc", NULL);
+    else if (c->n_streams) rfi_emit_gather_streams(b, &d, "output_hc");
     const uint32_t n_kept = c->residual_block ? (c->n_layers - 1) / c->residual_block + 1 : 0,
                    stream = c->n_streams ? d.xn : rfi_emit_blend(b, &d, "output_res_score", n_kept);
     rf_op *op = rfi_op(b, RF_OP_GATHER, d.xl, stream);
@@ -10049,7 +10117,7 @@ static void rfi_emit_decoder(rfi_builder *b) {
     const char *output_norm = c->recurrent.kind == RFI_SHORT_CONV ? "token_embd_norm"
                               : c->arch->encoder > 1              ? "enc.output_norm"
                                                                   : "output_norm";
-    if (!c->arch->norm_after && !c->n_streams) rfi_emit_stream_norm(b, d.xl, d.xl, output_norm);
+    if (!c->arch->norm_after && c->arch->hyper != RFI_HYPER_GATED) rfi_emit_stream_norm(b, d.xl, d.xl, output_norm);
     b->hidden = d.xl;
     if (c->arch->encoder) {
         b->logits = b->argmax = RF_NONE;
@@ -10202,8 +10270,8 @@ static const rfi_arch rfi_archs[] = {
      .moe = &rfi_moe_qwen35, .recurrent = &rfi_qwen35},
     {.name = "qwen3next", .ffn_norm = "post_attention_norm", .qk_norm = 1, .rope_neox = 1, .moe = &rfi_moe_qwen35,
      .recurrent = &rfi_qwen3next},
-    {.name = "qwen4exp", .qk_norm = 1, .hyper = 1, .rope_neox = 1, .mrope = 2, .indexer = RFI_INDEX_POOLED,
-     .moe = &rfi_moe_qwen35, .recurrent = &rfi_qwen4exp},
+    {.name = "qwen4exp", .qk_norm = 1, .hyper = RFI_HYPER_GATED, .rope_neox = 1, .mrope = 2,
+     .indexer = RFI_INDEX_POOLED, .moe = &rfi_moe_qwen35, .recurrent = &rfi_qwen4exp},
     {.name = "afmoe", .post_norm = 1, .qk_norm = 1, .embed_sqrt = 1, .rope_neox = 1, .attn_gate = RF_ACT_SIGMOID,
      .swa_yarn = 1, .swa_period = 4, .no_rope_period = 4, .moe = &rfi_moe_sigmoid},
     {.name = "apertus", .qk_norm = 1, .rope_neox = 1, .activation = RF_ACT_XIELU, .no_gate = 1},
@@ -10290,6 +10358,8 @@ static const rfi_arch rfi_archs[] = {
      .embedding_skip = 1, .logit_scale_multiplies = 1, .rope_neox = 1},
     {.name = "xverse"},
     {.name = "lfm2moe", .qk_norm = 1, .rope_neox = 1, .moe = &rfi_moe_lfm2, .recurrent = &rfi_lfm2},
+    {.name = "hy_v4", .hyper = RFI_HYPER_MIXED, .attn_sinks = 1, .attn_gate = RF_ACT_SIGMOID, .mla = 1,
+     .swiglu_limit = RF_ACT_SILU_MIN, .indexer = RFI_INDEX_LAST, .moe = &rfi_moe_deepseek2},
     {.name = "dots3note", .attn_gate = RF_ACT_SIGMOID, .mla = 1, .swa_period = 4, .indexer = RFI_INDEX_EACH,
      .moe = &rfi_moe_deepseek2},
     {.name = "deepseek32", .mla = 1, .indexer = RFI_INDEX_EACH, .moe = &rfi_moe_deepseek2},
@@ -14277,6 +14347,7 @@ static float rfi_spread_weight(const rfi_cpu_op *o, uint32_t row, uint32_t strea
     const uint32_t n = o->op->spread.n;
     if (!o->in2) return 1;
     float x = o->in2[row * o->in2_width + stream];
+    if (!o->in3 && !(o->op->flags & RF_OP_SIGMOID)) return x;
     if (o->in3) {
         const float *a = o->in2 + row * o->in2_width + (uint64_t)stream * n,
                     *b = o->in3 + row * o->in3_width + (uint64_t)stream * n;
@@ -14286,6 +14357,20 @@ static float rfi_spread_weight(const rfi_cpu_op *o, uint32_t row, uint32_t strea
         x = d > 0 ? root : d < 0 ? -root : d;
     }
     return 1 / (1 + expf(-x));
+}
+
+static void rfi_cpu_hyper(void *ctx, uint32_t chunk, uint32_t thread) {
+    const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
+    const rf_hyper_params *p = &o->op->hyper;
+    const float *in = o->in + chunk * o->in_width, *scale = o->vector, *base = o->vector2;
+    float *out = o->out + chunk * o->out_width;
+    RFI_UNUSED(thread);
+    for (uint32_t part = 0; part < 2; part++)
+        for (uint32_t s = 0; s < p->n_streams; s++) {
+            const uint32_t at = part * p->n_streams + s, to = (1 - part) * p->n_streams + s;
+            if (part >= p->n_parts) out[to] = 0;
+            else out[to] = (part ? p->magnitude : 1) / (1 + expf(-scale[part] * in[at] - base[at])) + p->eps;
+        }
 }
 
 /* A chunk is a stream of a row. */
@@ -14846,6 +14931,11 @@ static void rfi_cpu_run_op(rfi_cpu_plan *p, uint32_t index, const rf_step *step)
     case RF_OP_BLEND:
         o.vector = rfi_cpu_vector(p, op->weight, 0, op->blend.n, 0);
         rfi_pool_run(pool, rfi_cpu_blend, &o, o.n_rows);
+        break;
+    case RF_OP_HYPER:
+        o.vector = rfi_cpu_vector(p, op->weight, 0, op->hyper.n_parts, 0);
+        o.vector2 = rfi_cpu_vector(p, op->bias, 0, op->hyper.n_parts * op->hyper.n_streams, 1);
+        rfi_pool_run(pool, rfi_cpu_hyper, &o, o.n_rows);
         break;
     case RF_OP_SPREAD:
         if (op->in3 != RF_NONE) o.in3 = rfi_cpu_buffer(p, step, op->in3, &o.in3_width);
@@ -29066,8 +29156,8 @@ RFI_ONCE_CODE_END
  *            examples/rocmforge_server.c.
  *          Sparse attention: op INDEX chooses what deepseek32, glm-dsa and minimax-m3 attend to, in contexts of any
  *            length; kimi-k3: op BLEND, RF_ACT_SITU. KV_STORE without values; rf_attention_params.n_dense.
- *          qwen4exp: op SPREAD (hyper-connections), rf_plan.ngrams (rows of a table that stays in the file),
- *            rf_conv_params.dilation and means, rf_rope_params.shift.
+ *          dots3note, hy_v4, qwen4exp: ops HYPER, SPREAD (hyper-connections); rf_plan.ngrams, rows of a table that stays
+ *            in the file; rf_conv_params.dilation, and means; rf_rope_params.shift.
  *   0.2.0  Renames and one rule for each kind of call; old -> new:
  *            rf_eval, rf_forward                 -> rf_session_eval, rf_session_forward
  *            rf_row                              -> rf_token_row

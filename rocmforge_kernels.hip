@@ -5778,7 +5778,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_blend(rfk_blend_args a) {
 struct rfk_spread_args {
     const float *in, *in2, *in3; /* as rf_spread_params; NULL: none */
     float *out;
-    uint32_t in_stride, in2_stride, in3_stride, out_stride, n, accumulate;
+    uint32_t in_stride, in2_stride, in3_stride, out_stride, n, accumulate, sigmoid;
     float scale;
 };
 struct rfk_spread_shared {
@@ -5796,8 +5796,32 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_spread(rfk_spread_args a) {
         for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK) sum += x[i] * y[i];
         const float d = rfk_block_join(s.parts, sum, true) / sqrtf((float)a.n), root = sqrtf(fmaxf(fabsf(d), 1e-6f));
         w /= 1.0f + expf(d > 0 ? -root : d < 0 ? root : d);
-    } else if (a.in2) w /= 1.0f + expf(-a.in2[(size_t)blockIdx.x * a.in2_stride + blockIdx.y]);
+    } else if (a.in2) {
+        const float x = a.in2[(size_t)blockIdx.x * a.in2_stride + blockIdx.y];
+        w *= a.sigmoid ? 1.0f / (1.0f + expf(-x)) : x;
+    }
     for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK) out[i] = (a.accumulate ? out[i] : 0.0f) + w * in[i];
+}
+
+/* Weights of hyper-connections, one a thread.   grid [T]   block 256 */
+struct rfk_hyper_args {
+    const float *in;
+    const uint8_t *scale, *base;
+    float *out;
+    uint32_t in_stride, out_stride, scale_type, base_type, n_streams, n_parts;
+    float magnitude, eps;
+};
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_hyper(rfk_hyper_args a) {
+    for (uint32_t i = threadIdx.x; i < 2 * a.n_streams; i += RFK_BLOCK) {
+        const uint32_t part = i / a.n_streams, to = part ? i - a.n_streams : i + a.n_streams;
+        float w = 0;
+        if (part < a.n_parts) {
+            const float x = a.in[(size_t)blockIdx.x * a.in_stride + i] * rfk_load_any(a.scale, a.scale_type, part) +
+                            rfk_load_any(a.base, a.base_type, i);
+            w = (part ? a.magnitude : 1.0f) / (1.0f + expf(-x)) + a.eps;
+        }
+        a.out[(size_t)blockIdx.x * a.out_stride + to] = w;
+    }
 }
 
 /* ---- the indexer of sparse attention ---- */
@@ -9046,8 +9070,8 @@ static rfk_fused rfk_match_attention(const rf_prepared *p, uint32_t i, uint32_t 
     f.n_ops = i + 4 - f.first;
     while (f.angles < p->n_ropes && !rf_op_same_angles(rope, p->ropes[f.angles])) f.angles++;
     int ok = f.angles < RFK_ROPES && !(store->flags & RF_OP_MLA) && rfk_decode_can_attend(p, store, att) &&
-             rope[0].out == q && rope[1].out == k && store->state == att->state && store->in2 != q && store->in2 != k && q != k &&
-             att->out != q && att->out != k && att->out != store->in2 && rope->rope.n_rot > 0;
+             rope[0].out == q && rope[1].out == k && store->state == att->state && store->in2 != q && store->in2 != k &&
+             q != k && att->out != q && att->out != k && att->out != store->in2 && rope->rope.n_rot > 0;
     for (int r = 0; r < 2; r++)
         ok = ok && !(rope[r].flags & RF_OP_LAST) && rope[r].rope.head_dim == a->head_dim &&
              rope[r].rope.n_heads == n_heads[r] && rf_op_same_angles(&rope[r], rope) && rope[r].flags == rope->flags;
@@ -10019,8 +10043,24 @@ static rf_result rfk_run_spread(const rfk_launching *l) {
     a.out_stride = l->b.out_stride;
     a.n = l->op->spread.n;
     a.accumulate = (l->op->flags & RF_OP_ACCUMULATE) != 0;
+    a.sigmoid = (l->op->flags & RF_OP_SIGMOID) != 0;
     a.scale = l->op->spread.scale != 0 ? l->op->spread.scale : 1.0f;
     return rfk_enqueue(l, rfk_spread, dim3(l->n_rows, l->op->spread.n_streams), RFK_BLOCK, a);
+}
+
+static rf_result rfk_run_hyper(const rfk_launching *l) {
+    rfk_hyper_args a;
+    a.in = l->b.in;
+    a.scale = rfk_vector(l->p, l->op->weight, 0, &a.scale_type);
+    a.base = rfk_vector(l->p, l->op->bias, 0, &a.base_type);
+    a.out = l->b.out;
+    a.in_stride = l->b.in_stride;
+    a.out_stride = l->b.out_stride;
+    a.n_streams = l->op->hyper.n_streams;
+    a.n_parts = l->op->hyper.n_parts;
+    a.magnitude = l->op->hyper.magnitude;
+    a.eps = l->op->hyper.eps;
+    return rfk_enqueue(l, rfk_hyper, dim3(l->n_rows), RFK_BLOCK, a);
 }
 
 static rf_result rfk_run_index(const rfk_launching *l) {
@@ -10723,6 +10763,7 @@ static rf_result rfk_run_kind(rfk_launching *l) {
     case RF_OP_INDEX: return rfk_run_index(l);
     case RF_OP_BLEND: return rfk_run_blend(l);
     case RF_OP_SPREAD: return rfk_run_spread(l);
+    case RF_OP_HYPER: return rfk_run_hyper(l);
     default: return rfk_run_argmax(l);
     }
 }

@@ -1244,12 +1244,12 @@ def latent_choice(m, il, h, short, pairs, still, eps):
     return best_of_each(m, np.where(age < 0, -np.inf, score), 8)
 
 
-def lead_and_experts(m, il, h, act=silu):
+def lead_and_experts(m, il, h):
     """a dense FFN in the first layer, then experts by sigmoids, times 1.8, and a shared one"""
     if il == 0: return gated_ffn(m, il, h)
     probs = sigmoid(linear(m, 'blk.%d.ffn_gate_inp' % il, h))
     w = choose_experts(m, probs, probs + m.at('blk.%d.exp_probs_b.bias' % il), True)
-    return 1.8 * experts(m, il, h, w, act) + gated_ffn(m, il, h, '_shexp')
+    return 1.8 * experts(m, il, h, w) + gated_ffn(m, il, h, '_shexp')
 
 
 def make_sparse_latent(arch, pairs, shared):
@@ -1340,6 +1340,90 @@ def make_dots3note():
         y = heads(y, n_head) * sigmoid(linear(m, b + 'gate', h))[:, :, None]
         return linear(m, b + 'output', y.reshape(len(h), -1))
     return m, lambda m, tokens: pre_norm_decoder(m, tokens, mix, lead_and_experts)
+
+
+def make_hy_v4():
+    """Four residual streams: the normalised stream of all of them gives weights, by which a layer reads their sum, and
+    others, by which they receive what it makes. Gated latent attention with sinks to the eight positions that an indexer
+    scores best, whose heads turn in their last dimensions; the second layer takes over the first one's choice"""
+    n_s = 4
+    m = Model('hy_v4', 'hy-v4')
+    common_keys(m, layers=3, n_head=4, n_kv=1, head_dim=24 + 8, n_ff=48, base=1000.0, n_rot=8)
+    m.u32(attention__kv_lora_rank=24, attention__q_lora_rank=20, attention__value_length=24, attention__key_length_mla=20,
+          attention__value_length_mla=10, leading_dense_block_count=1, expert_count=6, expert_used_count=2,
+          expert_feed_forward_length=16, expert_shared_count=1, expert_gating_func=2, attention__indexer__head_count=3,
+          attention__indexer__key_length=12, attention__indexer__top_k=8, hyper_connection__count=n_s)
+    m.i32s(attention__indexer__types=[1, 0, 1])
+    m.f32(expert_weights_scale=1.8, hyper_connection__epsilon=0.01, hyper_connection__magnitude=1.5)
+    m.put('f32s', {'swiglu_clamp_exp': [0.0, 0.75, 0.5]})
+    m.flag(expert_weights_norm=True)
+    put_embeddings(m)
+
+    def put_streams(name, parts):
+        m.weight(name + '_fn', parts * n_s, n_s * N_EMBD, gain=1.5)
+        m.vector(name + '_base.weight', parts * n_s, spread=0.5)
+        m.vector(name + '_scale.weight', parts, mean=1.0, spread=0.4)
+
+    put_streams('output_hc', 1)
+    for il in range(3):
+        b = 'blk.%d.' % il
+        put_streams(b + 'hc_attn', 2)
+        put_streams(b + 'hc_ffn', 2)
+        for name, n in (('attn_norm', N_EMBD), ('attn_q_a_norm', 20), ('attn_kv_a_norm', 24), ('ffn_norm', N_EMBD)): m.norm(b + name, n)
+        for name, *shape in (('q_a', 20, N_EMBD), ('q_b', 80, 20), ('kv_a_mqa', 32, N_EMBD), ('k_b', 4, 24, 12), ('v_b', 4, 10, 24),
+                             ('gate', 40, N_EMBD), ('output', N_EMBD, 40)):
+            m.weight(b + 'attn_' + name, *shape, gain=1.5)
+        m.vector(b + 'attn_sinks.weight', 4, mean=0.5, spread=1.0)
+        if il == 0: put_ffn(m, il, 48)
+        else:
+            put_experts(m, il, 6, 16)
+            put_ffn(m, il, 16, '_shexp')
+            m.vector(b + 'exp_probs_b.bias', 6, spread=0.2)
+        if il == 1: continue
+        for name, *shape in (('attn_q_b', 36, 20), ('attn_k', 12, N_EMBD), ('proj', 3, N_EMBD)): m.weight(b + 'indexer.' + name, *shape, gain=1.5)
+        m.norm(b + 'indexer.k_norm', 12)
+        m.vector(b + 'indexer.k_norm.bias', 12)
+
+    def weights(m, name, x):
+        flat = x.reshape(len(x), -1)
+        mixed = np.split(linear(m, name + '_fn', rms(flat, 2e-3)), len(m.at(name + '_scale.weight')), 1)
+        base = m.at(name + '_base.weight').reshape(len(mixed), n_s)
+        return [sigmoid(y * s + v) for y, s, v in zip(mixed, m.at(name + '_scale.weight'), base)]
+
+    def read(take, x): return ((take + 0.01)[:, :, None] * x).sum(1)
+
+    def attend(m, il, h, last):
+        b = 'blk.%d.attn_' % il
+        short = rms_norm(m, b + 'q_a_norm', linear(m, b + 'q_a', h))
+        if il != 1: last[0] = latent_choice(m, il, h, short, 'near', 4, 2e-3)
+        q, narrow = heads(linear(m, b + 'q_b', short), 4), linear(m, b + 'kv_a_mqa', h)
+        q = np.concatenate([q[..., :12], rope(q[..., 12:], 8, 1000.0, 'near')], 2)
+        turning = rope(narrow[:, None, 24:], 8, 1000.0, 'near')
+        narrow = rms_norm(m, b + 'kv_a_norm', narrow[:, :24])
+        k = np.concatenate([np.einsum('tr,hrd->thd', narrow, m.at(b + 'k_b.weight')), np.repeat(turning, 4, 1)], 2)
+        y = attention(q, k, np.einsum('tr,hdr->thd', narrow, m.at(b + 'v_b.weight')), 20 ** -0.5, sinks=m.at(b + 'sinks.weight'), seen=last[0])
+        return linear(m, b + 'output', y * sigmoid(linear(m, b + 'gate', h)))
+
+    def ffn(m, il, h):
+        if il == 0: return gated_ffn(m, il, h)
+        b, most = 'blk.%d.' % il, m.at_layer('swiglu_clamp_exp', il)
+        probs = sigmoid(linear(m, b + 'ffn_gate_inp', h))
+        w = choose_experts(m, probs, probs + m.at(b + 'exp_probs_b.bias'), True)
+        gate, up, down = (m.at(b + 'ffn_%s_exps.weight' % x) for x in ('gate', 'up', 'down'))
+        y = sum(w[:, e:e + 1] * ((silu(np.minimum(h @ gate[e].T, most)) * np.clip(h @ up[e].T, -most, most)) @ down[e].T) for e in range(6))
+        return 1.8 * y + gated_ffn(m, il, h, '_shexp')
+
+    def forward(m, tokens):
+        x, last = np.repeat(m.at('token_embd.weight')[tokens][:, None], n_s, 1), [None]
+        for il in range(3):
+            for part in ('attn', 'ffn'):
+                b = 'blk.%d.' % il
+                take, give = weights(m, b + 'hc_' + part, x)
+                h = rms_norm(m, b + part + '_norm', read(take, x))
+                y = attend(m, il, h, last) if part == 'attn' else ffn(m, il, h)
+                x = x + (1.5 * give + 0.01)[:, :, None] * y[:, None]
+        return logits(m, rms_norm(m, 'output_norm', read(weights(m, 'output_hc', x)[0], x)))
+    return m, forward
 
 
 def make_minimax_m3():
@@ -2475,7 +2559,7 @@ FAMILIES = [make_mixtral, make_qwen2moe, make_olmoe, make_lfm2, make_lfm2moe, ma
             make_grovemoe, make_k2_horizon, make_talkie, make_mimo2, make_maple, make_qwen3vl, make_olmo,
             make_hunyuan_dense, make_jais, make_minicpm3, make_apertus, make_step35, make_deepseek32, make_glm_dsa,
             make_minimax_m3, make_nomic_bert, make_jina_bert_v3, make_modern_bert, make_modern_bert_silu,
-            make_kimi_k3, make_qwen4exp, make_dots3note]
+            make_kimi_k3, make_qwen4exp, make_dots3note, make_hy_v4]
 
 
 # ---- answers ----

@@ -1932,9 +1932,36 @@ static void test_blend() {
     }
 }
 
+static void test_hyper() {
+    static const uint32_t streams[] = {2, 4, 64}, Ts[] = {1, 7};
+    std::vector<Row> list = combinations(std::vector<int>{3, 2, 2, 3, n_devices});
+    for (size_t i = 0; i < list.size(); i++) {
+        const Row &r = list[i];
+        const uint32_t S = streams[r[0]], parts = 1 + (uint32_t)r[1], T = Ts[r[2]], type = vector_types[r[3]], n = parts * S;
+        Rig g(devices[(size_t)r[4]]);
+        const uint32_t in = g.buffer(n + 1), out = g.buffer(2 * S + 3);
+        const std::vector<float> scale = values(parts), base = values(n), x = values((size_t)T * (n + 1)), y = values((size_t)T * (2 * S + 3));
+        const std::vector<double> sd = rounded(scale, type), bd = rounded(base, type);
+        rf_op *o = g.op(RF_OP_HYPER);
+        o->in = in, o->out = out, o->weight = g.vector(scale, type), o->bias = g.vector(base, type);
+        o->hyper = rf_hyper_params{S, parts, 2.5f, 0.125f};
+        REQUIRE(g.open(T, 1, 64) == RF_OK, "%s", g.err.text);
+        g.set(in, x), g.set(out, y);
+        REQUIRE(g.run(rows_of(T)) == RF_OK, "%s", g.err.text);
+        std::vector<double> want(y.begin(), y.end());
+        for (uint32_t t = 0; t < T; t++)
+            for (uint32_t k = 0; k < 2 * S; k++) {
+                const uint32_t part = k < S, at = part * S + k % S;
+                const double v = part < parts ? x[(size_t)t * (n + 1) + at] * sd[part] + bd[at] : 0;
+                want[(size_t)t * (2 * S + 3) + k] = part < parts ? (part ? 2.5 : 1) / (1 + exp(-v)) + 0.125 : 0;
+            }
+        compare(g.get(out), want, FLOAT_TOLERANCE, NMSE_TOLERANCE, "hyper");
+    }
+}
+
 static void test_spread() {
     static const uint32_t ns[] = {1, 37, 256, 700}, streams[] = {2, 5}, Ts[] = {1, 7};
-    std::vector<Row> list = combinations(std::vector<int>{4, 2, 2, 3, 2, n_devices});
+    std::vector<Row> list = combinations(std::vector<int>{4, 2, 2, 4, 2, n_devices});
     for (size_t i = 0; i < list.size(); i++) {
         const Row &r = list[i];
         const uint32_t n = ns[r[0]], S = streams[r[1]], T = Ts[r[2]], all = n * S;
@@ -1946,7 +1973,7 @@ static void test_spread() {
                                  y = values((size_t)T * (all + 1));
         rf_op *o = g.op(RF_OP_SPREAD);
         o->in = in, o->in2 = by ? a : RF_NONE, o->in3 = by == 2 ? b : RF_NONE, o->out = out;
-        o->flags = add ? RF_OP_ACCUMULATE : 0, o->spread = rf_spread_params{n, S, add ? 2.0f : 0.0f};
+        o->flags = (add ? RF_OP_ACCUMULATE : 0) | (by == 1 ? RF_OP_SIGMOID : 0), o->spread = rf_spread_params{n, S, add ? 2.0f : 0.0f};
         REQUIRE(g.open(T, 1, 64) == RF_OK, "%s", g.err.text);
         g.set(in, x), g.set(a, p), g.set(b, q), g.set(out, y);
         REQUIRE(g.run(rows_of(T)) == RF_OK, "%s", g.err.text);
@@ -1957,9 +1984,10 @@ static void test_spread() {
                 for (uint32_t j = 0; j < n; j++) dot += (double)p[(size_t)t * (all + 3) + s * n + j] * q[(size_t)t * all + s * n + j];
                 dot /= sqrt(n);
                 if (by == 2) v = (dot > 0 ? 1 : -1) * sqrt(fmax(fabs(dot), 1e-6));
+                v = by == 3 ? v : by ? 1 / (1 + exp(-v)) : 1;
                 for (uint32_t j = 0; j < n; j++) {
                     double &w = want[(size_t)t * (all + 1) + s * n + j];
-                    w = (add ? w : 0) + (add ? 2 : 1) * (by ? 1 / (1 + exp(-v)) : 1) * x[(size_t)t * (n + 2) + j];
+                    w = (add ? w : 0) + (add ? 2 : 1) * v * x[(size_t)t * (n + 2) + j];
                 }
             }
         compare(g.get(out), want, FLOAT_TOLERANCE, NMSE_TOLERANCE, "spread");
@@ -3562,6 +3590,7 @@ int main(int argc, char **argv) {
     RUN(test_index);
     RUN(test_blend);
     RUN(test_spread);
+    RUN(test_hyper);
     RUN(test_together);
     RUN(test_joined_norm);
     RUN(test_glu_launch);

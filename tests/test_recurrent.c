@@ -615,17 +615,44 @@ static void test_blend_op(void) {
     agree(o.y, want, ROWS * N, "blend");
 }
 
-/* What goes to each stream: all, by a sigmoid, and by a product of vectors, which is 0 or next to it in some. */
+static void test_hyper_op(void) {
+    enum { S = 5 };
+    static one_op o;
+    double want[ROWS * 2 * S];
+    float scale[2] = {0.7f, -1.3f}, base[2 * S];
+    fill(base, 2 * S, 7);
+    for (uint32_t parts = 1; parts <= 2; parts++) {
+        rf_error err = {0};
+        memset(&o, 0, sizeof o);
+        o.op = (rf_op){.kind = RF_OP_HYPER, .in = 0, .in2 = RF_NONE, .in3 = RF_NONE, .out = 3, .state = RF_NONE, .weight = 0,
+                       .bias = 1, .factor = RF_NONE, .hyper = {S, parts, 2.5f, 0.125f}};
+        o.weights[0] = (rf_plan_weight){.name = "s", .type = RF_TYPE_F32, .n_in = parts, .n_rows = 1, .size_bytes = 4 * parts};
+        o.weights[1] = (rf_plan_weight){.name = "b", .type = RF_TYPE_F32, .n_in = parts * S, .n_rows = 1, .size_bytes = 4ull * parts * S};
+        o.values[0] = scale, o.values[1] = base, o.n_weights = 2, o.state.width = 1;
+        o.widths[0] = parts * S, o.widths[1] = o.widths[2] = 1, o.widths[3] = 2 * S;
+        fill(o.x[0], ROWS * parts * S, 3);
+        for (uint32_t r = 0; r < ROWS; r++)
+            for (uint32_t i = 0; i < 2 * S; i++) {
+                const uint32_t part = i < S, at = part * S + i % S;
+                const double x = part < parts ? (double)o.x[0][r * parts * S + at] * scale[part] + base[at] : 0;
+                want[r * 2 * S + i] = part < parts ? (part ? 2.5 : 1) / (1 + exp(-x)) + 0.125 : 0;
+            }
+        CHECK(run_one(&o, turns, &err) == RF_OK, "%s", err.text);
+        agree(o.y, want, ROWS * 2 * S, "hyper");
+    }
+}
+
+/* What goes to each stream: all, by a weight or its sigmoid, and by a product of vectors, which is 0 or next to it in some. */
 static void test_spread_op(void) {
     enum { N = 37, S = 5 };
     static one_op o;
     static double want[ROWS * N * S];
-    for (uint32_t kind = 0; kind < 6; kind++) {
-        const int by = kind % 3, add = kind > 2;
+    for (uint32_t kind = 0; kind < 8; kind++) {
+        const int by = kind % 4, add = kind > 3;
         rf_error err = {0};
         memset(&o, 0, sizeof o);
-        o.op = (rf_op){.kind = RF_OP_SPREAD, .flags = add ? RF_OP_ACCUMULATE : 0, .in = 0, .in2 = by ? 1 : RF_NONE,
-                       .in3 = by == 2 ? 2 : RF_NONE, .out = 3, .state = RF_NONE, .weight = RF_NONE, .bias = RF_NONE,
+        o.op = (rf_op){.kind = RF_OP_SPREAD, .flags = (add ? RF_OP_ACCUMULATE : 0) | (by == 1 ? RF_OP_SIGMOID : 0), .in = 0,
+                       .in2 = by ? 1 : RF_NONE, .in3 = by == 2 ? 2 : RF_NONE, .out = 3, .state = RF_NONE, .weight = RF_NONE, .bias = RF_NONE,
                        .factor = RF_NONE, .spread = {N, S, add ? 2.0f : 0}};
         o.state.width = 1, o.widths[0] = N, o.widths[1] = o.widths[2] = o.widths[3] = N * S;
         fill(o.x[0], ROWS * N, 1), fill(o.x[1], ROWS * N * S, 2), fill(o.x[2], ROWS * N * S, 3), fill(o.y, ROWS * N * S, 4);
@@ -637,8 +664,8 @@ static void test_spread_op(void) {
                 double x = o.x[1][r * N * S + s], dot = 0;
                 for (uint32_t i = 0; i < N; i++) dot += (double)o.x[1][at + i] * o.x[2][at + i] / sqrt(N);
                 if (by == 2) x = (dot > 0) - (dot < 0), x *= sqrt(fmax(fabs(dot), 1e-6));
-                for (uint32_t i = 0; i < N; i++)
-                    want[at + i] = (add ? o.y[at + i] : 0) + (by ? 1 / (1 + exp(-x)) : 1) * (add ? 2 : 1) * o.x[0][r * N + i];
+                x = by == 3 ? x : by ? 1 / (1 + exp(-x)) : 1;
+                for (uint32_t i = 0; i < N; i++) want[at + i] = (add ? o.y[at + i] : 0) + x * (add ? 2 : 1) * o.x[0][r * N + i];
             }
         CHECK(run_one(&o, turns, &err) == RF_OK, "%s", err.text);
         agree(o.y, want, ROWS * N * S, "spread");
@@ -745,6 +772,7 @@ int main(int argc, char **argv) {
         RUN(test_index_op);
         RUN(test_blend_op);
         RUN(test_spread_op);
+        RUN(test_hyper_op);
         RUN(test_wide_delta);
         RUN(test_slice_op);
         RUN(test_batches);
