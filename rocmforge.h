@@ -7308,6 +7308,7 @@ typedef struct rfi_arch {
     uint8_t act_scales;       /* hidden values are divided by ffn.act.scales, if it is there                  */
     uint8_t half_ff;          /* feed_forward_length counts gate and up together                              */
 
+    uint8_t cycles;           /* two stacks of layers take turns (HRM), each with a KV cache for each of its turns */
     uint8_t normed_residual;  /* x = residual_scale * norm(x) + attention or FFN of norm(x)                   */
     uint8_t indexer;          /* attention to the attention.indexer.top_k best positions only; rfi_indexer    */
     uint8_t both_ways;        /* attention to all positions, as if attention.causal were false                */
@@ -7369,6 +7370,7 @@ typedef struct rfi_config {
     uint32_t pooling;                 /* rf_pooling of rf_session_embed             */
     uint32_t activation;              /* rf_activation of the FFN                   */
     double situ_linear_beta;          /* beta of RF_ACT_SITU                        */
+    uint32_t n_stack, n_high, n_low;  /* cycles: layers of a stack, turns of the high one, of the low one before each */
     uint32_t n_streams, stream_rank;  /* hyper-connections: residual streams, width of their gates; 0: none */
     double stream_magnitude, stream_eps; /* as rf_hyper_params                      */
     rfi_ngram_config ngram;
@@ -7895,9 +7897,9 @@ static void rfi_config_refuse(rfi_key_reader *k, rfi_config *c) {
 
 /* What a graph may depend on: the keys that begin so. */
 static const char *const rfi_graph_keys[] = {
-    "activation.", "attention.", "attn_", "embedding_scale", "expert", "final_logit_", "hyper_connection.", "kda.",
-    "logit_scale", "moe_", "num_loops", "ple.", "residual_scale", "rope.", "router_logit_", "shortconv.", "ssm.",
-    "swiglu_", "use_parallel_residual"};
+    "activation.", "attention.", "attn_", "embedding_scale", "expert", "final_logit_", "hrm.", "hyper_connection.",
+    "kda.", "logit_scale", "moe_", "num_loops", "ple.", "residual_scale", "rope.", "router_logit_", "shortconv.",
+    "ssm.", "swiglu_", "use_parallel_residual"};
 
 /* Values besides 0 that change nothing: llama.cpp saves every key that it knows. */
 static const struct {
@@ -8400,6 +8402,23 @@ static void rfi_config_hyper(rfi_key_reader *k, rfi_config *c) {
     if (k->result == RF_OK) rfi_config_ngrams(k, c);
 }
 
+static void rfi_config_cycles(rfi_key_reader *k, rfi_config *c) {
+    static const rfi_uint_key stack = {"hrm.layers_per_stack", 1, ROCMFORGE_MAX_LAYERS, 0, 1},
+                              high = {"hrm.h_cycles", 1, ROCMFORGE_MAX_LAYERS, 0, 1},
+                              low = {"hrm.l_cycles", 1, ROCMFORGE_MAX_LAYERS, 0, 1};
+    int prefix = 0;
+    rfi_key_scale(k, "embedding_scale", 0, 0, &c->embedding_scale);
+    rfi_key_bool(k, "hrm.prefix_lm", 0, 0, &prefix);
+    if (prefix) rfi_key_fail(k, RF_ERR_UNSUPPORTED, "true: prompts that attend both ways are not supported");
+    rfi_key_uint(k, &high, &c->n_high);
+    rfi_key_uint(k, &low, &c->n_low);
+    rfi_key_uint(k, &stack, &c->n_stack);
+    const uint64_t n = (uint64_t)c->n_stack * c->n_high * (c->n_low + 1ull);
+    if (n != c->n_layers)
+        rfi_key_fail(k, RF_ERR_FORMAT, "%u layers, %u times %u turns and one: want block_count %llu, found %u",
+                     c->n_stack, c->n_high, c->n_low, RFI_LLU(n), c->n_layers);
+}
+
 /* How rf_session_embed makes one vector of a text's hidden states, unless it is told. */
 static void rfi_config_pooling(rfi_key_reader *k, rfi_config *c) {
     static const rfi_uint_key buckets = {"attention.relative_buckets_count", 2, 1 << 10, 0, 1};
@@ -8467,6 +8486,7 @@ static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err)
     rfi_config_pooling(k, c);
     if (arch->indexer) rfi_config_indexer(k, c);
     if (arch->hyper) rfi_config_hyper(k, c);
+    if (arch->cycles) rfi_config_cycles(k, c);
     if (arch->normed_residual) rfi_key_scale(k, "residual_scale", 0, 1, &c->normed_residual);
     if (k->result == RF_OK) rfi_config_refuse_unread(k, c);
     return k->result;
@@ -8524,10 +8544,14 @@ static void *rfi_array_push(rfi_builder *b, rfi_array *a, uint32_t more, size_t 
 
 /* ---- weights ---- */
 
-/* "blk.<layer>.<name>", or the name alone outside the layers */
+/* "blk.<layer>.<name>", or the name alone outside the layers. With cycles the low stack's weights are the first blocks,
+ * the high one's the next; as llama.cpp has it, factors of products are those of the turn. */
 static void rfi_weight_name(const rfi_builder *b, const char *name, char *out, size_t capacity) {
+    const uint32_t stack = b->c->n_stack, turn = stack ? (uint32_t)b->layer / stack % (b->c->n_low + 1) : 0;
+    const int of_stack = stack && !strstr(name, ".scale");
+    const int block = of_stack ? (int)((uint32_t)b->layer % stack + (turn == b->c->n_low ? stack : 0)) : (int)b->layer;
     if (b->layer >= 0 && b->layer < (int32_t)b->c->n_layers)
-        snprintf(out, capacity, "%sblk.%d.%s", b->c->arch->encoder > 1 ? "enc." : "", (int)b->layer, name);
+        snprintf(out, capacity, "%sblk.%d.%s", b->c->arch->encoder > 1 ? "enc." : "", block, name);
     else snprintf(out, capacity, "%s", name);
 }
 
@@ -8572,7 +8596,7 @@ static void rfi_bind_check(rfi_builder *b, const char *name, const rf_tensor_inf
 static const struct {
     const char *name, *archs;
 } rfi_idle_tensors[] = {
-    {"attn_gate.scale", " bailingmoe3 dots3note hy_v4 kimi-k3 "},
+    {"attn_gate.scale", " bailingmoe3 dots3note hrm_text hy_v4 kimi-k3 "},
     {"ffn_down_exps.scale", " bailingmoe3 hy_v4 kimi-k3 "},
     {"ffn_down_shexp.scale", " bailingmoe3 hy_v4 kimi-k3 "},
     {"ffn_gate_exps.scale", " bailingmoe3 hy_v4 kimi-k3 "},
@@ -8592,13 +8616,13 @@ static const struct {
     {"attn_v.bias", " bailingmoe3 kimi-k3 kimi-linear mimo2 minimax-m2 qwen4exp step35 "},
     {"attn_v.scale", " bailingmoe3 kimi-k3 kimi-linear "},
     {"ffn_down.bias", " refact "},
-    {"ffn_down.scale", " bailingmoe3 hy_v3 hy_v4 kimi-k3 mimo2 "}, /* of layers with experts */
+    {"ffn_down.scale", " bailingmoe3 hrm_text hy_v3 hy_v4 kimi-k3 mimo2 "}, /* of layers with experts */
     {"ffn_down.weight", " hy_v3 mimo2 "},
     {"ffn_gate.bias", " refact "},
-    {"ffn_gate.scale", " bailingmoe3 hy_v3 hy_v4 kimi-k3 mimo2 "},
+    {"ffn_gate.scale", " bailingmoe3 hrm_text hy_v3 hy_v4 kimi-k3 mimo2 "},
     {"ffn_gate.weight", " hy_v3 mimo2 "},
     {"ffn_up.bias", " refact "},
-    {"ffn_up.scale", " bailingmoe3 hy_v3 hy_v4 kimi-k3 mimo2 "},
+    {"ffn_up.scale", " bailingmoe3 hrm_text hy_v3 hy_v4 kimi-k3 mimo2 "},
     {"ffn_up.weight", " hy_v3 mimo2 "},
     {"output.bias", " dream qwen2vl "},
     {"rope_freqs.weight", " cogvlm falcon-h1 llada pangu-embedded refact "},
@@ -8644,6 +8668,9 @@ static rfi_weight rfi_bind_wanted(rfi_builder *b, const rfi_wanted *want) {
     }
     rfi_bind_check(b, full, &t, want->n_in, want->n_rows, want->n_experts);
     if (b->result != RF_OK) return rfi_no_weight;
+    for (uint32_t i = 0; b->c->n_stack && i < b->weights.n; i++) /* of an earlier turn */
+        if (((const rf_plan_weight *)b->weights.items)[i].tensor == t.index)
+            return (rfi_weight){i, 0, RF_NONE, RF_NONE};
     const int experts = want->n_rows && want->n_experts && !want->joined;
     const uint64_t in_one = want->joined ? want->n_experts : 1;
     rf_plan_weight *w = (rf_plan_weight *)rfi_array_push(b, &b->weights, 1, sizeof *w);
@@ -9981,6 +10008,30 @@ static void rfi_emit_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer
     if (c->arch->embedding_skip) rfi_emit_skip(b, d);
 }
 
+/* The turns of two stacks (HRM, arXiv 2506.21734): y = norm(low stack(skip + y)), n_low times, then skip = norm(high
+ * stack(skip + y)); y is a vector of the file at first, skip the embedding. */
+static void rfi_emit_cycles(rfi_builder *b, const rfi_decoder *d) {
+    const rfi_config *c = b->c;
+    const uint32_t n = c->n_embd;
+    rfi_emit_slice(b, d->skip, d->x, 1, n, 0, n);
+    const rfi_weight first = rfi_bind(b, "hrm.z_l_init", n, 1, 0, NULL);
+    rf_op *op = rfi_op(b, RF_OP_EMBED, d->y, RF_NONE);
+    op->flags = RF_OP_POSITIONS | RF_OP_FIRST;
+    op->weight = first.id;
+    op->embed.n = n;
+    for (uint32_t il = 0; il < c->n_layers; il++) {
+        b->layer = (int32_t)il;
+        if (il % c->n_stack == 0) {
+            rfi_emit_slice(b, d->x, d->skip, 1, n, 0, n);
+            rfi_emit_mix(b, d->x, d->y, RF_NONE, 1, RF_OP_ACCUMULATE);
+        }
+        rfi_emit_layer(b, d, &c->layers[il]);
+        if ((il + 1) % c->n_stack) continue;
+        const int high = il / c->n_stack % (c->n_low + 1) == c->n_low;
+        rfi_emit_norm(b, high ? d->skip : d->y, d->x, NULL, n, 1, 0);
+    }
+}
+
 static rfi_decoder rfi_decoder_buffers(rfi_builder *b) {
     static const rf_plan_buffer buffers[] = {
 #define RFI_BUFFER(name, rows) {#name, RF_ROWS_##rows, 0},
@@ -10101,7 +10152,8 @@ static void rfi_emit_decoder(rfi_builder *b) {
     rfi_emit_relative_bias(b, &d);
     if (c->n_layer_input) rfi_emit_layer_inputs(b, &d);
     if (c->n_streams) rfi_emit_spread(b, d.wide, d.x, RF_NONE, RF_NONE, 0);
-    for (uint32_t il = 0; il < c->n_layers; il++) {
+    if (c->n_stack) rfi_emit_cycles(b, &d);
+    for (uint32_t il = 0; !c->n_stack && il < c->n_layers; il++) {
         b->layer = (int32_t)il;
         if (c->n_streams) rfi_emit_hyper_layer(b, &d, &c->layers[il]);
         else rfi_emit_layer(b, &d, &c->layers[il]);
@@ -10111,13 +10163,16 @@ static void rfi_emit_decoder(rfi_builder *b) {
     if (mixed) rfi_emit_mixed_streams(b, &d, "output_hc", NULL);
     else if (c->n_streams) rfi_emit_gather_streams(b, &d, "output_hc");
     const uint32_t n_kept = c->residual_block ? (c->n_layers - 1) / c->residual_block + 1 : 0,
-                   stream = c->n_streams ? d.xn : rfi_emit_blend(b, &d, "output_res_score", n_kept);
+                   stream = c->n_streams ? d.xn
+                            : c->n_stack ? d.skip
+                                         : rfi_emit_blend(b, &d, "output_res_score", n_kept);
     rf_op *op = rfi_op(b, RF_OP_GATHER, d.xl, stream);
     op->gather.n = c->n_embd;
     const char *output_norm = c->recurrent.kind == RFI_SHORT_CONV ? "token_embd_norm"
                               : c->arch->encoder > 1              ? "enc.output_norm"
                                                                   : "output_norm";
-    if (!c->arch->norm_after && c->arch->hyper != RFI_HYPER_GATED) rfi_emit_stream_norm(b, d.xl, d.xl, output_norm);
+    if (!c->arch->norm_after && !c->n_stack && c->arch->hyper != RFI_HYPER_GATED)
+        rfi_emit_stream_norm(b, d.xl, d.xl, output_norm);
     b->hidden = d.xl;
     if (c->arch->encoder) {
         b->logits = b->argmax = RF_NONE;
@@ -10358,6 +10413,7 @@ static const rfi_arch rfi_archs[] = {
      .embedding_skip = 1, .logit_scale_multiplies = 1, .rope_neox = 1},
     {.name = "xverse"},
     {.name = "lfm2moe", .qk_norm = 1, .rope_neox = 1, .moe = &rfi_moe_lfm2, .recurrent = &rfi_lfm2},
+    {.name = "hrm_text", .norm_unweighted = 1, .rope_neox = 1, .attn_gate = RF_ACT_SIGMOID, .cycles = 1},
     {.name = "hy_v4", .hyper = RFI_HYPER_MIXED, .attn_sinks = 1, .attn_gate = RF_ACT_SIGMOID, .mla = 1,
      .swiglu_limit = RF_ACT_SILU_MIN, .indexer = RFI_INDEX_LAST, .moe = &rfi_moe_deepseek2},
     {.name = "dots3note", .attn_gate = RF_ACT_SIGMOID, .mla = 1, .swa_period = 4, .indexer = RFI_INDEX_EACH,
@@ -29156,8 +29212,8 @@ RFI_ONCE_CODE_END
  *            examples/rocmforge_server.c.
  *          Sparse attention: op INDEX chooses what deepseek32, glm-dsa and minimax-m3 attend to, in contexts of any
  *            length; kimi-k3: op BLEND, RF_ACT_SITU. KV_STORE without values; rf_attention_params.n_dense.
- *          dots3note, hy_v4, qwen4exp: ops HYPER, SPREAD (hyper-connections); rf_plan.ngrams, rows of a table that stays
- *            in the file; rf_conv_params.dilation, and means; rf_rope_params.shift.
+ *          dots3note, hrm_text, hy_v4, qwen4exp: ops HYPER, SPREAD (hyper-connections); rf_plan.ngrams, rows of a table
+ *            that stays in the file; rf_conv_params.dilation, and means; rf_rope_params.shift.
  *   0.2.0  Renames and one rule for each kind of call; old -> new:
  *            rf_eval, rf_forward                 -> rf_session_eval, rf_session_forward
  *            rf_row                              -> rf_token_row

@@ -1342,6 +1342,42 @@ def make_dots3note():
     return m, lambda m, tokens: pre_norm_decoder(m, tokens, mix, lead_and_experts)
 
 
+def make_hrm_text():
+    """Two stacks of two layers take turns, the low one twice and then the high one, twice in all. Each reads the sum of
+    what both have made, at first a vector of the file and the embedding; norms have no weights"""
+    m = Model('hrm_text', 'hrm-text')
+    common_keys(m, layers=12, n_head=4, n_kv=2, head_dim=12, n_ff=40, base=1000.0, n_rot=12)
+    m.u32(hrm__layers_per_stack=2, hrm__h_cycles=2, hrm__l_cycles=2)
+    m.f32(embedding_scale=1.75)
+    m.weight('token_embd', N_VOCAB, N_EMBD, gain=N_EMBD ** 0.5)
+    m.weight('output', N_VOCAB, N_EMBD, gain=4.0)
+    m.vector('hrm.z_l_init', N_EMBD, spread=0.8)
+    for il in range(4):
+        put_attention(m, il)
+        m.weight('blk.%d.attn_gate' % il, 48, N_EMBD, gain=1.5)
+        put_ffn(m, il, 40)
+
+    def layer(m, il, x):
+        b, eps = 'blk.%d.attn_' % il, m.get('attention.layer_norm_rms_epsilon')
+        h = rms(x, eps)
+        q, k = (rope(heads(linear(m, b + name, h), n), 12, 1000.0, 'far') for name, n in (('q', 4), ('k', 2)))
+        y = attention(q, k, heads(linear(m, b + 'v', h), 2), 12 ** -0.5)
+        x = x + linear(m, b + 'output', y * sigmoid(linear(m, b + 'gate', h)))
+        return x + gated_ffn(m, il, rms(x, eps))
+
+    def forward(m, tokens):
+        high = m.at('token_embd.weight')[tokens] * 1.75
+        low = np.repeat(m.at('hrm.z_l_init')[None], len(tokens), 0)
+        for turn in range(6):
+            x, first = high + low, 2 if turn % 3 == 2 else 0
+            for il in (first, first + 1): x = layer(m, il, x)
+            x = rms(x, m.get('attention.layer_norm_rms_epsilon'))
+            if first: high = x
+            else: low = x
+        return logits(m, high)
+    return m, forward
+
+
 def make_hy_v4():
     """Four residual streams: the normalised stream of all of them gives weights, by which a layer reads their sum, and
     others, by which they receive what it makes. Gated latent attention with sinks to the eight positions that an indexer
@@ -2559,7 +2595,8 @@ FAMILIES = [make_mixtral, make_qwen2moe, make_olmoe, make_lfm2, make_lfm2moe, ma
             make_grovemoe, make_k2_horizon, make_talkie, make_mimo2, make_maple, make_qwen3vl, make_olmo,
             make_hunyuan_dense, make_jais, make_minicpm3, make_apertus, make_step35, make_deepseek32, make_glm_dsa,
             make_minimax_m3, make_nomic_bert, make_jina_bert_v3, make_modern_bert, make_modern_bert_silu,
-            make_kimi_k3, make_qwen4exp, make_dots3note, make_hy_v4]
+            make_kimi_k3, make_qwen4exp, make_dots3note, make_hy_v4,
+            make_hrm_text]
 
 
 # ---- answers ----
