@@ -8296,6 +8296,7 @@ static void rfi_config_indexer(rfi_key_reader *k, rfi_config *c) {
     if (blocks) rfi_key_uint(k, &local, &x->n_local);
     rfi_key_find(k, dim.suffix);
     if (x->head_dim < c->n_rot) rfi_key_fail(k, RF_ERR_FORMAT, "%u, rope rotates %u", x->head_dim, c->n_rot);
+    if (k->result != RF_OK) return;
     x->n_ctx_dense = (uint64_t)best * (blocks ? x->unit : 1);
     if (x->n_ctx_dense < c->n_ctx_train) x->n_listed = pooled ? best / x->unit + 1 : best;
     if (x->n_local > best) x->n_local = best;
