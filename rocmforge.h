@@ -46,6 +46,7 @@
  *   text, token by token               rf_session_forward, rf_session_sample, rf_detokenize, until rf_token_is_end
  *   thoughts and calls in a text       rf_answer_open
  *   JSON, a schema, a grammar          rf_grammar_open; rf_generate_desc.grammar, rf_sampler_desc.grammar
+ *   faster by drafts (speculation)     rf_drafter_open; rf_generate_desc.drafter
  *   limit or ban tokens                rf_sampler_desc.bias, or logits_fn, which sees and changes the logits
  *   against repetition                 rf_sampler_desc: DRY, penalties; rf_dry_breakers_find
  *   the same text again                rf_sampler_desc.seed; temperature 0 is greedy
@@ -84,7 +85,7 @@
  *    5 >>gguf         the file format                       12 >>session   the forward pass
  *    6 >>quant        tensor types                          13 >>token >>json >>jinja >>template
  *    7 >>tensor >>loader >>stream >>experts >>budget >>store    13 >>grammar >>sample >>scheduler
- *                                                           13 >>answer >>generate
+ *                                                           13 >>answer >>draft >>generate
  *                                                           14 >>public    thin bodies
  *
  * Macros, all optional, defined before the include
@@ -749,8 +750,9 @@ ROCMFORGE_API rf_result rf_session_sync(rf_session *s, int32_t seq, const int32_
  * that the sequence ever had may be gone; then *kept is 0. A sequence that was never longer than the window can be cut
  * anywhere. A restored one can be cut back as far as the saved one could, if the session's n_batch is no smaller.
  * Recurrent models: the sequence goes back to the last state that it kept. It keeps n_snapshots of them, spread over
- * its length: at every 256th token, before the last token of the last rf_session_eval with several, and a few of those
- * evaluated one at a time. A restored sequence has the state that was saved, no older ones.
+ * its length: at every 256th token, before the last token of the last rf_session_eval with several, after its rows that
+ * asked for logits, and a few of those evaluated one at a time. A restored sequence has the state that was saved, no
+ * older ones.
  * Returns RF_OK; RF_ERR_ARGUMENT (seq).   Memory none.   Cost O(1). */
 ROCMFORGE_API rf_result rf_session_truncate(rf_session *s, int32_t seq, uint32_t n_keep, uint32_t *kept, rf_error *err);
 
@@ -1280,6 +1282,52 @@ ROCMFORGE_API void rf_answer_guide(const rf_answer *a, rf_grammar_matcher *m, rf
 /* 1 if the text of a control token belongs to a marker of the template's formats; others are not to be shown. */
 ROCMFORGE_API int rf_answer_knows(const rf_answer *a, rf_string token);
 
+/* ---- speculation ---- */
+
+typedef struct rf_drafter rf_drafter;
+
+/* Propose tokens: write at most max ids that may come next.
+ *   tokens  in  [n_tokens] of the sequence, the token chosen last included; -1 where a row came as floats
+ * Returns how many were written; 0: none. An id out of range ends them. */
+typedef uint32_t (*rf_draft_fn)(const int32_t *tokens, uint32_t n_tokens, int32_t *drafts, uint32_t max, void *user);
+
+/* Where drafts come from. The first of these that has any gives them all: n-grams, fn, the draft model. */
+typedef struct rf_drafter_desc {
+    uint32_t max_drafts;  /* of a step: 1 to 15; 0 = 8                                                              */
+    uint32_t fixed;       /* 1: as many in every step; 0: as many as pay, judged by what was accepted and how long steps
+                             took, and none where none pays                                                         */
+    uint32_t ngram;       /* where the last tokens, at least so many, were there before, what followed them; 0 = 3; at
+                             most 64; RF_NONE: no n-grams                                                           */
+    rf_draft_fn fn;       /* or NULL                                                                                */
+    void *user;           /* of fn                                                                                  */
+    rf_session *session;  /* of a draft model with the same vocabulary, or NULL: its greedy tokens. Borrowed until
+                             rf_drafter_close; its sequence 0 is overwritten                                        */
+    rf_allocator allocator;
+} rf_drafter_desc;
+
+/* Sums since the drafter was opened. */
+typedef struct rf_drafter_stats {
+    uint64_t steps;    /* that the model took                   */
+    uint64_t tokens;   /* that it chose                         */
+    uint64_t drafted;  /* tokens proposed and evaluated         */
+    uint64_t accepted; /* of these, tokens that it chose itself */
+} rf_drafter_stats;
+
+/* Open a drafter, for rf_generate_desc.drafter: a step evaluates drafts behind the token chosen last, and keeps those
+ * that the model itself then chooses. Every token is chosen as without drafts, from the same logits with the same
+ * random numbers: the ids are the same, greedy and sampled, where its bits do not depend on other rows (Bits).
+ *   m     in   the model that is to choose; used by this call alone
+ *   desc  in   NULL = defaults: n-grams;   out  the object, NULL on failure
+ * Returns RF_OK; RF_ERR_ARGUMENT (also: the draft model's vocabulary differs, the text says where); RF_ERR_MEMORY;
+ * errors of rf_model_get_tokenizer.
+ * Memory 16 bytes per token of the longest context.   Cost O(vocabulary) with a draft model. N-grams cost O(1) a token.
+ * Threads: one call at a time per object. */
+ROCMFORGE_API rf_result rf_drafter_open(rf_model *m, const rf_drafter_desc *desc, rf_drafter **out, rf_error *err);
+ROCMFORGE_API rf_result rf_drafter_close(rf_drafter *d, rf_error *err);
+
+/* Zeros for NULL.   Threads: as the drafter's. */
+ROCMFORGE_API rf_drafter_stats rf_drafter_get_stats(const rf_drafter *d);
+
 /* ---- from prompt or messages to text ---- */
 
 /* Why a generation ended. */
@@ -1303,6 +1351,8 @@ typedef struct rf_generate_desc {
     uint32_t append;         /* 1: prompt or ids go on after what the sequence holds; 0: the sequence is made to hold
                                 them, and keeps the prefix that it holds already                   */
     rf_sampler *sampler;     /* NULL: greedy. The last tokens of the prompt become its history     */
+    rf_drafter *drafter;     /* NULL: no drafts. A step has at most rf_session_desc.n_logits_max rows, and of a
+                                recurrent model n_snapshots drafts                                 */
     uint32_t max_tokens;     /* 0: no limit but the context                                        */
     rf_grammar *grammar;     /* of the answer, or NULL. In a chat thoughts are free, and the answer begins after them:
                                 tools are not called then                                          */
@@ -16457,15 +16507,17 @@ static uint32_t rfi_snapshot_gap(const rf_session *s, uint32_t seq, uint32_t pos
 }
 
 /* Choose a slot for the state after pos tokens, which a row of the micro-batch that begins at `begin` tokens will
- * write: a free one, else the one whose loss leaves the smallest gap; the end of a prompt goes last. Never one that is
- * needed: where the micro-batch begins, and where the eval rolls back to. rfi_session_n_slots leaves one more. */
+ * write: a free one, else the one whose loss leaves the smallest gap; the end of a prompt goes late, and the states of
+ * this micro-batch's rows with logits, to which drafts are cut back, go last. Never one that is needed: where the
+ * micro-batch begins, and where the eval rolls back to. rfi_session_n_slots leaves one more. */
 static uint32_t rfi_snapshot_take(rf_session *s, uint32_t seq, uint32_t pos, uint32_t begin, uint32_t row) {
     rfi_snapshot *slots = rfi_snapshots_of(s, seq), *best = NULL;
     uint64_t min_loss = UINT64_MAX;
     for (uint32_t i = 0; i < s->n_slots; i++) {
         const uint32_t at = slots[i].pos;
         if (at && (at == begin || at == s->lengths[seq] || (seq == 0 && at == s->rollback))) continue;
-        const uint64_t loss = at == 0 ? 0 : rfi_snapshot_gap(s, seq, at, pos) + (slots[i].prompt ? 1ull << 32 : 0);
+        const int late = slots[i].written && s->rows[slots[i].row].logits_row >= 0 ? 2 : slots[i].prompt;
+        const uint64_t loss = at == 0 ? 0 : rfi_snapshot_gap(s, seq, at, pos) + ((uint64_t)late << 32);
         if (loss < min_loss) min_loss = loss, best = &slots[i];
     }
     if (best->written) s->rows[best->row].to = 0;
@@ -16483,7 +16535,7 @@ static void rfi_snapshots_plan(rf_session *s, uint32_t n_rows) {
         uint32_t begin = s->batch_begins[seq];
         const int prompt = pos + 1 == s->eval_ends[seq]; /* not its last */
         if (row->pos == (int32_t)begin) row->from = rfi_snapshot_find(s, seq, begin);
-        if (pos != s->eval_lengths[seq] && !prompt && pos % RFI_SNAPSHOT_TOKENS) continue;
+        if (pos != s->eval_lengths[seq] && !prompt && pos % RFI_SNAPSHOT_TOKENS && row->logits_row < 0) continue;
         row->to = rfi_snapshot_take(s, seq, pos, begin, i);
         for (uint32_t k = 0; prompt && k < s->n_slots; k++) {
             rfi_snapshot *slot = &rfi_snapshots_of(s, seq)[k];
@@ -28423,6 +28475,189 @@ ROCMFORGE_API int rf_answer_knows(const rf_answer *a, rf_string token) {
     return 0;
 }
 
+/* ==== 13j Speculation =================================================================================== >>draft
+ * Drafters: tokens that may come next, to be evaluated in one step with the token chosen last.
+ * N-grams: a hash table has, for the last `ngram` tokens before each place, the last such place, and each place the one
+ * before it with the same hash, as LZ77 finds repetitions. */
+
+enum { RFI_MAX_DRAFTS = 15, RFI_DRAFT_CHAIN = 16, RFI_DRAFT_RUN = 64 };
+
+struct rf_drafter {
+    rf_drafter_desc desc;
+    int32_t *tokens;   /* [capacity] of the sequence, the token chosen last included           */
+    uint32_t *earlier; /* [capacity] 1 + the place before with the same hash, 0: none          */
+    uint32_t *last;    /* [n_last] by hash: 1 + the last place                                 */
+    uint32_t n, capacity, n_last;
+    uint32_t n_plain;  /* steps since the last with drafts                                     */
+    uint32_t n_steps;  /* since the last that measured one row alone                           */
+    double one_row;    /* seconds of a step without drafts, 0: not measured                    */
+    double per_draft;  /* seconds that a draft adds                                            */
+    double share;      /* of drafts that are accepted, if those before are                     */
+    rf_drafter_stats stats;
+};
+
+/* Whether two models have the same tokens. */
+static rf_result rfi_draft_vocabulary(rf_model *m, rf_model *draft, rf_error *err) {
+    const rf_tokenizer *a = NULL, *b = NULL;
+    rf_result r = rf_model_get_tokenizer(m, &a, err);
+    if (r == RF_OK) r = rf_model_get_tokenizer(draft, &b, err);
+    if (r != RF_OK) return r;
+    if (a->n_vocab != b->n_vocab)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "%s: a draft model with %u tokens, the model has %u",
+                        rfi_gguf_path(draft->g), b->n_vocab, a->n_vocab);
+    for (uint32_t i = 0; i < a->n_vocab; i++)
+        if (a->text[i].len != b->text[i].len || memcmp(a->text[i].data, b->text[i].data, (size_t)a->text[i].len))
+            return rfi_fail(err, RF_ERR_ARGUMENT, i, "%s: a draft model whose token %u is '%.*s', in the model it is "
+                            "'%.*s'", rfi_gguf_path(draft->g), i, (int)rfi_min_u64(b->text[i].len, 40),
+                            b->text[i].data, (int)rfi_min_u64(a->text[i].len, 40), a->text[i].data);
+    return RF_OK;
+}
+
+ROCMFORGE_API rf_result rf_drafter_open(rf_model *m, const rf_drafter_desc *desc, rf_drafter **out, rf_error *err) {
+    rf_drafter_desc d = desc ? *desc : (rf_drafter_desc){0};
+    rfi_clear(err);
+    if (out) *out = NULL;
+    if (!m || !out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_drafter_open: model or out is NULL");
+    if (d.max_drafts == 0) d.max_drafts = 8;
+    if (d.ngram == 0) d.ngram = 3;
+    if (d.max_drafts > RFI_MAX_DRAFTS || (d.ngram > RFI_DRAFT_RUN && d.ngram != RF_NONE))
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_drafter_open: max_drafts %u, ngram %u: at most %d and %d",
+                        d.max_drafts, d.ngram, RFI_MAX_DRAFTS, RFI_DRAFT_RUN);
+    rf_result r = rfi_check_allocator(&d.allocator, &d.allocator, err);
+    if (r == RF_OK && d.session) r = rfi_draft_vocabulary(m, d.session->m, err);
+    if (r != RF_OK) return r;
+    rf_drafter *o = (rf_drafter *)rfi_alloc(&d.allocator, 1, sizeof *o, "a drafter", err);
+    if (!o) return RF_ERR_MEMORY;
+    *o = (rf_drafter){.desc = d, .share = 0.7};
+    *out = o;
+    return RF_OK;
+}
+
+static void rfi_drafter_free(rf_drafter *d) {
+    const rf_allocator *a = &d->desc.allocator;
+    rfi_free(a, d->tokens), rfi_free(a, d->earlier), rfi_free(a, d->last);
+    d->tokens = NULL, d->earlier = d->last = NULL;
+    d->n = d->capacity = d->n_last = 0;
+}
+
+ROCMFORGE_API rf_result rf_drafter_close(rf_drafter *d, rf_error *err) {
+    rfi_clear(err);
+    if (!d) return RF_OK;
+    const rf_allocator alloc = d->desc.allocator;
+    rfi_drafter_free(d);
+    rfi_free(&alloc, d);
+    return RF_OK;
+}
+
+ROCMFORGE_API rf_drafter_stats rf_drafter_get_stats(const rf_drafter *d) {
+    return d ? d->stats : (rf_drafter_stats){0};
+}
+
+/* Forget the sequence, and make room for n_ctx tokens. */
+static rf_result rfi_drafter_begin(rf_drafter *d, uint32_t n_ctx, rf_error *err) {
+    const rf_allocator *a = &d->desc.allocator;
+    if (n_ctx > d->capacity) {
+        uint32_t n_last = 256;
+        while (n_last < n_ctx && n_last < 1u << 30) n_last *= 2;
+        rfi_drafter_free(d);
+        d->tokens = (int32_t *)rfi_alloc(a, n_ctx, sizeof *d->tokens, "a drafter's tokens", err);
+        d->earlier = (uint32_t *)rfi_alloc(a, n_ctx, sizeof *d->earlier, "a drafter's places", err);
+        d->last = (uint32_t *)rfi_alloc(a, n_last, sizeof *d->last, "a drafter's hash table", err);
+        if (!d->tokens || !d->earlier || !d->last) return rfi_drafter_free(d), RF_ERR_MEMORY;
+        d->capacity = n_ctx, d->n_last = n_last;
+    }
+    d->n = 0;
+    memset(d->last, 0, (size_t)d->n_last * sizeof *d->last);
+    return RF_OK;
+}
+
+/* The sequence goes on with a token. */
+static void rfi_drafter_append(rf_drafter *d, int32_t token) {
+    const uint32_t at = d->n++, n = d->desc.ngram;
+    d->tokens[at] = token;
+    if (d->n < n) return;
+    const uint64_t hash = rfi_hash(d->tokens + d->n - n, n * sizeof *d->tokens, 0) & (d->n_last - 1);
+    d->earlier[at] = d->last[hash];
+    d->last[hash] = at + 1;
+}
+
+/* What followed where the longest run of the last tokens was before; the last of equally long ones. It may reach into
+ * the drafts: then they repeat. */
+static uint32_t rfi_draft_ngrams(const rf_drafter *d, int32_t *drafts, uint32_t max) {
+    const int32_t *t = d->tokens;
+    const uint32_t n = d->n, ngram = d->desc.ngram;
+    uint32_t best = 0, longest = ngram - 1;
+    if (n < ngram) return 0;
+    for (uint32_t i = 0, at = d->earlier[n - 1]; at && i < RFI_DRAFT_CHAIN; i++, at = d->earlier[at - 1]) {
+        uint32_t same = 0;
+        while (same < at && same < RFI_DRAFT_RUN && t[at - 1 - same] == t[n - 1 - same]) same++;
+        if (same > longest) longest = same, best = at;
+    }
+    for (uint32_t i = 0; best && i < max; i++) drafts[i] = best + i < n ? t[best + i] : drafts[best + i - n];
+    return best ? max : 0;
+}
+
+/* The draft model's greedy tokens. */
+static rf_result rfi_draft_model(const rf_drafter *d, int32_t *drafts, uint32_t max, uint32_t *n, rf_error *err) {
+    rf_session *s = d->desc.session;
+    uint32_t kept = 0;
+    for (uint32_t i = 0; i < d->n; i++)
+        if (d->tokens[i] < 0) return RF_OK;
+    if (d->n > s->desc.n_ctx) return RF_OK;
+    rf_result r = rf_session_sync(s, 0, d->tokens, d->n, &kept, err);
+    if (r == RF_OK) r = rf_session_forward(s, d->tokens + kept, d->n - kept, NULL, err);
+    while (r == RF_OK && *n < max) {
+        r = rf_session_get_argmax(s, 0, &drafts[*n], err);
+        if (r != RF_OK || drafts[*n] < 0) break;
+        if (++*n < max && s->lengths[0] == s->desc.n_ctx) break;
+        if (*n < max) r = rf_session_forward(s, &drafts[*n - 1], 1, NULL, err);
+    }
+    return r;
+}
+
+/* How many drafts pay: with share a accepted, k drafts give 1 + a + ... + a^k tokens for the time of a step. A step
+ * now and then measures what one row, or one draft, costs. */
+static uint32_t rfi_drafter_count(const rf_drafter *d, uint32_t max) {
+    uint32_t best = 0;
+    double rate = 0, tokens = 0, share = 1;
+    if (d->desc.fixed) return max;
+    if (d->one_row <= 0 || d->n_steps >= 64) return 0;
+    for (uint32_t k = 0; k <= max; k++, share *= d->share) {
+        tokens += share;
+        const double per_second = tokens / (d->one_row + k * d->per_draft);
+        if (per_second > rate) rate = per_second, best = k;
+    }
+    return best || max == 0 || d->n_plain < 32 ? best : 1;
+}
+
+/* Drafts behind the tokens known, at most max. */
+static rf_result rfi_drafter_propose(rf_drafter *d, int32_t n_vocab, int32_t *drafts, uint32_t max, uint32_t *n,
+                                     rf_error *err) {
+    rf_result r = RF_OK;
+    max = rfi_drafter_count(d, max);
+    *n = 0;
+    if (max && d->desc.ngram != RF_NONE) *n = rfi_draft_ngrams(d, drafts, max);
+    if (max && *n == 0 && d->desc.fn) *n = d->desc.fn(d->tokens, d->n, drafts, max, d->desc.user);
+    if (*n > max) *n = max;
+    if (max && *n == 0 && d->desc.session) r = rfi_draft_model(d, drafts, max, n, err);
+    for (uint32_t i = 0; i < *n; i++)
+        if (drafts[i] < 0 || drafts[i] >= n_vocab) *n = i;
+    return r;
+}
+
+/* A step with n drafts took some seconds, and the model chose n_accepted of them itself. */
+static void rfi_drafter_learn(rf_drafter *d, uint32_t n, uint32_t n_accepted, double seconds) {
+    d->stats.steps++;
+    d->stats.drafted += n;
+    d->stats.accepted += n_accepted;
+    d->stats.tokens += n_accepted + 1ull;
+    d->n_plain = n ? 0 : d->n_plain + 1;
+    d->n_steps = n ? d->n_steps + 1 : 0;
+    if (n == 0) d->one_row += (d->one_row > 0 ? 0.25 : 1) * (seconds - d->one_row);
+    else d->per_draft += 0.25 * ((seconds > d->one_row ? seconds - d->one_row : 0) / n - d->per_draft);
+    for (uint32_t i = 0; i < n && i <= n_accepted; i++) d->share += 0.1 * ((i < n_accepted) - d->share);
+}
+
 /* ==== 13h Generation =================================================================================== >>generate
  * From a prompt or messages to text: tokenize, keep what the sequence holds, evaluate the rest, sample, give out text.
  * What is held is compared with the new prompt by the bytes that tokens stand for, because a model need not write the
@@ -28444,6 +28679,9 @@ typedef struct rfi_generating {
     uint32_t before;           /* tokens of the sequence before the answer                */
     rf_answer *answer;         /* of a chat, or NULL                                      */
     rf_grammar_matcher *matcher; /* of d->grammar, or NULL                                */
+    int32_t drafts[RFI_MAX_DRAFTS]; /* [n_drafts] of the last step                        */
+    uint32_t n_drafts, row;    /* row: of its rows, whose logits choose the next token    */
+    double seconds;            /* that the last step took                                 */
     rf_detokenizer detokenizer;
     char *text;                /* [n_text] of capacity: may become a stop text            */
     uint64_t n_text, capacity;
@@ -28567,6 +28805,64 @@ static rf_result rfi_generate_eval(rfi_generating *g, const int32_t *ids, uint32
     return r;
 }
 
+/* The most drafts that a step can have behind the token chosen last: rows with logits, states to go back to, room. */
+static uint32_t rfi_generate_max_drafts(const rfi_generating *g) {
+    const rf_session_desc *d = &g->s->desc;
+    uint64_t n = g->d->drafter->desc.max_drafts;
+    n = rfi_min_u64(n, rfi_min_u64(d->n_logits_max, d->n_batch) - 1);
+    n = rfi_min_u64(n, d->n_ctx - g->s->lengths[g->d->seq] - 1);
+    if (g->s->n_slots) n = rfi_min_u64(n, d->n_snapshots);
+    if (g->d->max_tokens) n = rfi_min_u64(n, g->d->max_tokens - g->result->n_generated - 1);
+    return (uint32_t)n;
+}
+
+/* Append the token chosen last, and drafts. */
+static rf_result rfi_generate_step(rfi_generating *g, int32_t token) {
+    rf_drafter *drafter = g->d->drafter;
+    rf_session *s = g->s;
+    g->row = g->n_drafts = 0;
+    if (!drafter) return rfi_generate_eval(g, &token, 1);
+    const double start = rfi_now();
+    rfi_drafter_append(drafter, token);
+    rf_result r = rfi_drafter_propose(drafter, (int32_t)s->m->plan.n_vocab, g->drafts, rfi_generate_max_drafts(g),
+                                      &g->n_drafts, g->err);
+    for (uint32_t i = 0; i <= g->n_drafts; i++)
+        s->forward_rows[i] = (rf_token_row){.token = i ? g->drafts[i - 1] : token, .seq = g->d->seq, .pos = RF_POS_NEXT,
+                                            .want_logits = 1};
+    if (r == RF_OK) r = rf_session_eval(s, s->forward_rows, g->n_drafts + 1, g->err);
+    if (r != RF_OK) g->n_drafts = 0;
+    g->seconds = rfi_now() - start;
+    return r;
+}
+
+/* Cut off the drafts that were not chosen. */
+static rf_result rfi_generate_settle(rfi_generating *g) {
+    const uint32_t seq = (uint32_t)g->d->seq, rest = g->n_drafts - g->row;
+    const int32_t *tokens = g->s->tokens + (uint64_t)seq * g->s->desc.n_ctx;
+    const uint32_t n = g->s->lengths[seq] - rest;
+    if (g->seconds > 0) rfi_drafter_learn(g->d->drafter, g->n_drafts, g->row, g->seconds);
+    g->n_drafts = g->row = 0;
+    g->seconds = 0;
+    if (rest == 0) return RF_OK;
+    rfi_session_cut(g->s, seq, n, NULL);
+    const uint32_t kept = g->s->lengths[seq]; /* less where an older state alone was left */
+    return kept < n ? rfi_generate_eval(g, tokens + kept, n - kept) : RF_OK;
+}
+
+/* The drafter learns what the sequence holds. */
+static rf_result rfi_generate_begin_drafts(rfi_generating *g) {
+    rf_drafter *drafter = g->d->drafter;
+    const rf_session_desc *d = &g->s->desc;
+    if (!drafter) return RF_OK;
+    if (d->n_logits_max < 2 || d->n_batch < 2)
+        return rfi_fail(g->err, RF_ERR_ARGUMENT, 0, "rf_generate: drafts need n_logits_max and n_batch of at least 2, "
+                        "the session has %u and %u", d->n_logits_max, d->n_batch);
+    rf_result r = rfi_drafter_begin(drafter, d->n_ctx + 1, g->err);
+    const int32_t *tokens = g->s->tokens + (uint64_t)(uint32_t)g->d->seq * d->n_ctx;
+    for (uint32_t i = 0; r == RF_OK && i < g->s->lengths[g->d->seq]; i++) rfi_drafter_append(drafter, tokens[i]);
+    return r;
+}
+
 /* Make the sequence hold ids: evaluate what it does not hold. */
 static rf_result rfi_generate_fill(rfi_generating *g, uint32_t *kept) {
     rf_result r = rf_session_sync(g->s, g->d->seq, g->ids, g->n, kept, g->err);
@@ -28587,7 +28883,8 @@ static rf_result rfi_generate_shift(rfi_generating *g, int32_t token) {
     memcpy(g->ids + g->n, answer, made * sizeof *answer);
     g->ids[g->n + made] = token;
     g->n += made + 1;
-    return rfi_generate_fill(g, &kept);
+    r = rfi_generate_fill(g, &kept);
+    return r == RF_OK ? rfi_generate_begin_drafts(g) : r;
 }
 
 /* ---- the text ---- */
@@ -28715,7 +29012,7 @@ static rf_result rfi_generate_begin(rfi_generating *g) {
     g->detokenizer = (rf_detokenizer){.tokenizer = g->t, .started = 1};
     r = d->append ? rfi_generate_eval(g, g->ids, g->n) : rfi_generate_fill(g, &result->n_reused);
     g->before = g->s->lengths[d->seq];
-    return r;
+    return r == RF_OK ? rfi_generate_begin_drafts(g) : r;
 }
 
 /* Sample until the end. RF_ERR_CANCELLED is a way to end, too. */
@@ -28727,7 +29024,7 @@ static rf_result rfi_generate_run(rfi_generating *g) {
     while (r == RF_OK) {
         int32_t token = -1;
         if (g->matcher) rf_answer_guide(g->answer, g->matcher, g->sampler);
-        r = rf_session_sample(g->s, 0, g->sampler, &token, g->err);
+        r = rf_session_sample(g->s, g->row, g->sampler, &token, g->err);
         if (r != RF_OK) return r;
         result->last_token = token;
         result->n_generated++;
@@ -28737,7 +29034,15 @@ static rf_result rfi_generate_run(rfi_generating *g) {
         if (r != RF_OK) return r;
         if (stop) return result->finish = RF_FINISH_STOP, RF_OK;
         if (result->n_generated == d->max_tokens) return result->finish = RF_FINISH_LENGTH, RF_OK;
-        if (g->s->lengths[d->seq] < g->s->desc.n_ctx) r = rfi_generate_eval(g, &token, 1);
+        if (g->row < g->n_drafts && g->drafts[g->row] == token) {
+            g->row++;
+            rfi_drafter_append(d->drafter, token);
+            result->last_token = -1;
+            continue;
+        }
+        r = rfi_generate_settle(g);
+        if (r != RF_OK) return r;
+        if (g->s->lengths[d->seq] < g->s->desc.n_ctx) r = rfi_generate_step(g, token);
         else if ((r = rfi_generate_shift(g, token)) == RF_ERR_CONTEXT_FULL)
             return rfi_clear(g->err), result->finish = RF_FINISH_CONTEXT, RF_OK;
         if (r == RF_OK) result->last_token = -1;
@@ -28765,6 +29070,9 @@ ROCMFORGE_API rf_result rf_generate(rf_session *s, const rf_generate_desc *desc,
     rf_grammar_matcher *const before = g.sampler->desc.grammar;
     r = rfi_generate_begin(&g);
     if (r == RF_OK) r = rfi_generate_run(&g);
+    if (r != RF_OK) g.err = NULL; /* err says why */
+    const rf_result settled = rfi_generate_settle(&g);
+    if (r == RF_OK) r = settled;
     if (r == RF_OK) r = rfi_generate_flush(&g);
     if (r == RF_ERR_CANCELLED) {
         result->finish = RF_FINISH_CANCELLED;
@@ -29213,6 +29521,8 @@ RFI_ONCE_CODE_END
  *            examples/rocmforge_server.c.
  *          Sparse attention: op INDEX chooses what deepseek32, glm-dsa and minimax-m3 attend to, in contexts of any
  *            length; kimi-k3: op BLEND, RF_ACT_SITU. KV_STORE without values; rf_attention_params.n_dense.
+ *          Speculation: rf_drafter_open, rf_generate_desc.drafter. A recurrent sequence can be cut back to each of the
+ *            last rows that asked for logits.
  *          dots3note, hrm_text, hy_v4, qwen4exp: ops HYPER, SPREAD (hyper-connections); rf_plan.ngrams, rows of a table
  *            that stays in the file; rf_conv_params.dilation, and means; rf_rope_params.shift.
  *   0.2.0  Renames and one rule for each kind of call; old -> new:

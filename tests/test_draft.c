@@ -1,0 +1,251 @@
+/* cc -O2 -I. -o test_draft tests/test_draft.c -lm -pthread && ./test_draft        from the repository root
+ * Speculation: with drafts of any kind rf_generate chooses the tokens that it chooses without, greedy and sampled, and leaves the
+ * sequence as it does without. */
+#include "rocmforge.h"
+#include <math.h>
+#include "make_gguf.h"
+#include "rf_test.h"
+#include "rf_rig.h"
+
+#define MODEL "examples/shakespeare-5m.gguf"
+
+static rig r;
+
+typedef struct record {
+    int32_t ids[512];
+    uint32_t n, length, cancel_at;
+    rf_generate_result result;
+} record;
+
+static int on_token(int32_t token, void *user) {
+    record *o = user;
+    if (o->n < 512) o->ids[o->n] = token;
+    if (++o->n == o->cancel_at) rf_session_cancel(r.s);
+    return 0;
+}
+
+/* What rf_generate does with desc, from an empty sequence. */
+static rf_result generate(rf_generate_desc d, const rf_sampler_desc *how, rf_drafter *drafter, record *out) {
+    rf_sampler sampler;
+    *out = (record){.cancel_at = out->cancel_at};
+    CHECK(rf_sampler_init(&sampler, how, NULL) == RF_OK && rf_session_truncate(r.s, 0, 0, NULL, NULL) == RF_OK);
+    d.on_token = on_token, d.user = out, d.sampler = &sampler, d.drafter = drafter;
+    const rf_result res = rf_generate(r.s, &d, &out->result, &r.err);
+    out->length = rf_session_length(r.s, 0);
+    return res;
+}
+static int same(const record *a, const record *b) {
+    return a->n == b->n && memcmp(a->ids, b->ids, a->n * sizeof *a->ids) == 0 && a->length == b->length &&
+           memcmp(&a->result, &b->result, sizeof a->result) == 0;
+}
+
+/* ---- a drafter that knows the answer, in some share of its drafts ---- */
+
+typedef struct oracle {
+    const record *answer;
+    uint32_t n_prompt, percent, random;
+} oracle;
+static uint32_t foresee(const int32_t *tokens, uint32_t n_tokens, int32_t *drafts, uint32_t max, void *user) {
+    oracle *o = user;
+    (void)tokens;
+    for (uint32_t i = 0; i < max; i++) {
+        const uint32_t at = n_tokens - o->n_prompt + i;
+        if (at >= o->answer->n) return i;
+        o->random = o->random * 1664525u + 1013904223u;
+        drafts[i] = (o->random >> 16) % 100 < o->percent ? o->answer->ids[at] : (o->answer->ids[at] + 1) % (int32_t)r.n_vocab;
+    }
+    return max;
+}
+
+static int open_model(uint32_t n_ctx) {
+    rig_close(&r);
+    return rig_open(&r, &(rig_how){.path = MODEL, .session = &(rf_session_desc){.n_ctx = n_ctx, .n_logits_max = 16}});
+}
+static rf_drafter *drafter_of(rf_drafter_desc d) {
+    rf_drafter *out = NULL;
+    d.allocator = memory_allocator(&r.mem);
+    CHECK(rf_drafter_open(r.m, &d, &out, &r.err) == RF_OK, "%s", r.err.text);
+    return out;
+}
+
+/* ---- tests ---- */
+
+/* Samplers of every kind, each share of right drafts, each number of drafts; the share shows in the statistics. */
+static void test_same_ids(void) {
+    static const rf_sampler_desc samplers[] = {
+        {0}, {.temperature = 0.9f, .seed = 7, .top_k = 40, .min_p = 0.02f}, {.repeat_penalty = 1.2f, .frequency_penalty = 0.1f},
+        {.temperature = 1, .seed = 3, .mirostat = 2}, {.temperature = 1.2f, .seed = 9, .xtc_probability = 0.5f, .xtc_threshold = 0.1f}};
+    static const uint32_t drafts[] = {1, 4, 8, 15}, percents[] = {0, 50, 90, 100};
+    static const char *const stops[] = {"the"};
+    REQUIRE(open_model(256));
+    for (size_t s = 0; s < sizeof samplers / sizeof *samplers; s++)
+        for (int k = 0; k < 4; k++) {
+            const rf_generate_desc d = {.prompt = rf_string_of("ROMEO:\n"), .max_tokens = k == 3 ? 0 : 60, .stop = stops,
+                                        .n_stop = k == 2};
+            static record want, got;
+            CHECK(generate(d, &samplers[s], NULL, &want) == RF_OK, "%s", r.err.text);
+            oracle o = {&want, want.result.n_prompt, percents[(s + (size_t)k) % 4], 1};
+            rf_drafter *one = drafter_of((rf_drafter_desc){.max_drafts = drafts[k], .fixed = k != 1, .ngram = RF_NONE,
+                                                           .fn = foresee, .user = &o});
+            for (int again = 0; again < 2; again++) {
+                CHECK(generate(d, &samplers[s], one, &got) == RF_OK, "%s", r.err.text);
+                CHECK(same(&want, &got), "sampler %zu, %u drafts, %u %% right: %u tokens, without drafts %u", s, drafts[k],
+                      o.percent, got.n, want.n);
+            }
+            const rf_drafter_stats stats = rf_drafter_get_stats(one);
+            CHECK(stats.accepted <= stats.drafted && stats.tokens <= 2ull * got.n && stats.steps <= stats.tokens);
+            if (k != 1 && o.percent == 0) CHECK(stats.accepted == 0 && stats.drafted > 0);
+            if (k != 1 && o.percent == 100 && want.n > 30) CHECK(stats.steps <= want.n, "%llu", (unsigned long long)stats.steps);
+            CHECK(rf_drafter_close(one, NULL) == RF_OK);
+        }
+}
+
+/* N-grams: a text that repeats is foreseen; and a draft model, here the model itself, is always right. */
+static void test_kinds(void) {
+    REQUIRE(open_model(256));
+    static record want, got;
+    rf_session *own = NULL;
+    const char *const text = "the king, the queen, the king, the queen, the king, the queen, the king,";
+    const rf_generate_desc d = {.prompt = rf_string_of(text), .max_tokens = 100};
+    const rf_sampler_desc greedy = {0};
+    CHECK(generate(d, &greedy, NULL, &want) == RF_OK);
+    CHECK(rf_session_open(r.m, &(rf_session_desc){.n_ctx = 256}, &own, NULL) == RF_OK);
+    for (int k = 0; k < 3; k++) {
+        rf_drafter *one = drafter_of((rf_drafter_desc){.max_drafts = 5, .fixed = 1, .ngram = k == 1 ? RF_NONE : 2,
+                                                       .session = k ? own : NULL});
+        CHECK(generate(d, &greedy, one, &got) == RF_OK, "%s", r.err.text);
+        const rf_drafter_stats stats = rf_drafter_get_stats(one);
+        CHECK(same(&want, &got) && stats.drafted && stats.accepted, "kind %d", k);
+        if (k == 1) CHECK(stats.drafted == stats.accepted && stats.steps <= 18, "%llu", (unsigned long long)stats.steps);
+        CHECK(rf_drafter_close(one, NULL) == RF_OK);
+    }
+    rf_session_close(own, NULL);
+}
+
+/* A grammar holds for every token. */
+static void test_grammar(void) {
+    REQUIRE(open_model(256));
+    static record want, got;
+    const rf_tokenizer *t = NULL;
+    rf_grammar *g = NULL;
+    CHECK(rf_model_get_tokenizer(r.m, &t, NULL) == RF_OK);
+    CHECK(rf_grammar_open(t, RF_GRAMMAR_GBNF, rf_string_of("root ::= (\"the \" [a-m]+ \", \")*"), NULL, &g, &r.err) == RF_OK, "%s", r.err.text);
+    const rf_generate_desc d = {.prompt = rf_string_of("ROMEO:\n"), .max_tokens = 60, .grammar = g};
+    const rf_sampler_desc how = {.temperature = 1, .seed = 5};
+    CHECK(generate(d, &how, NULL, &want) == RF_OK, "%s", r.err.text);
+    oracle o = {&want, want.result.n_prompt, 75, 1};
+    rf_drafter *one = drafter_of((rf_drafter_desc){.max_drafts = 4, .fixed = 1, .ngram = RF_NONE, .fn = foresee, .user = &o});
+    CHECK(generate(d, &how, one, &got) == RF_OK && same(&want, &got), "%s", r.err.text);
+    CHECK(rf_drafter_close(one, NULL) == RF_OK && rf_grammar_close(g, NULL) == RF_OK);
+}
+
+/* Cancelled in the middle, also of accepted drafts: the sequence ends where it ends without drafts. */
+static void test_cancel(void) {
+    REQUIRE(open_model(256));
+    static record all, want, got;
+    const rf_generate_desc d = {.prompt = rf_string_of("ROMEO:\n"), .max_tokens = 60};
+    const rf_sampler_desc greedy = {0};
+    CHECK(generate(d, &greedy, NULL, &all) == RF_OK);
+    oracle o = {&all, all.result.n_prompt, 90, 1};
+    for (uint32_t at = 1; at < 40; at += 3) {
+        rf_drafter *one = drafter_of((rf_drafter_desc){.max_drafts = 6, .fixed = 1, .ngram = RF_NONE, .fn = foresee, .user = &o});
+        got.cancel_at = want.cancel_at = at;
+        CHECK(generate(d, &greedy, NULL, &want) == RF_OK && generate(d, &greedy, one, &got) == RF_OK, "%s", r.err.text);
+        /* the request is seen by the next step, which comes later with drafts */
+        CHECK(want.result.finish == RF_FINISH_CANCELLED && got.result.finish == RF_FINISH_CANCELLED);
+        CHECK(got.n >= want.n && got.n <= want.n + 6 && memcmp(got.ids, all.ids, got.n * 4) == 0);
+        CHECK(got.length == all.result.n_prompt + got.n - 1, "%u held, %u chosen", got.length, got.n);
+        CHECK(rf_drafter_close(one, NULL) == RF_OK);
+    }
+}
+
+/* Rows with logits can be cut one by one, also of recurrent models and windows; what follows has the same bits. */
+static void test_families(void) {
+    static const char *const files[] = {"lfm2", "qwen35", "falcon-h1", "gemma3-linear", "cohere2", "deepseek2-lite"};
+    for (size_t f = 0; f < sizeof files / sizeof *files; f++) {
+        char path[64];
+        snprintf(path, sizeof path, "tests/family/%s.gguf", files[f]);
+        rig_close(&r);
+        REQUIRE(rig_open(&r, &(rig_how){.path = path, .session = &(rf_session_desc){.n_ctx = 64, .n_logits_max = 16}}));
+        float want[40][8], *x;
+        int32_t tokens[40];
+        for (int i = 0; i < 40; i++) {
+            tokens[i] = (int32_t)((uint32_t)(i * 7 + 1) % r.n_vocab);
+            CHECK(rf_session_forward(r.s, &tokens[i], 1, &x, &r.err) == RF_OK, "%s", r.err.text);
+            memcpy(want[i], x, sizeof want[i]);
+        }
+        CHECK(rf_session_truncate(r.s, 0, 0, NULL, NULL) == RF_OK && rf_session_forward(r.s, tokens, 6, NULL, NULL) == RF_OK);
+        for (uint32_t at = 6, step = 0; at + 5 < 40; step++) {
+            rf_token_row rows[5];
+            uint32_t kept = 0;
+            const uint32_t right = step % 5; /* drafts that are accepted */
+            for (uint32_t i = 0; i < 5; i++)
+                rows[i] = (rf_token_row){.token = i <= right ? tokens[at + i] : 0, .pos = RF_POS_NEXT, .want_logits = 1};
+            CHECK(rf_session_eval(r.s, rows, 5, &r.err) == RF_OK, "%s", r.err.text);
+            for (uint32_t i = 0; i <= right; i++)
+                CHECK(rf_session_get_logits(r.s, i, &x, NULL) == RF_OK && memcmp(x, want[at + i], sizeof want[0]) == 0,
+                      "%s: other bits at %u", files[f], at + i);
+            at += right + 1;
+            CHECK(rf_session_truncate(r.s, 0, at, &kept, NULL) == RF_OK && kept == at, "%s: cut to %u, not %u", files[f], kept, at);
+        }
+    }
+}
+
+/* Each allocation may fail; wrong arguments are refused by name. */
+static void test_errors(void) {
+    REQUIRE(open_model(128));
+    static record got;
+    rf_drafter *one = NULL;
+    rf_session *other = NULL;
+    const rf_generate_desc d = {.prompt = rf_string_of("ROMEO:\n"), .max_tokens = 5};
+    const rf_sampler_desc greedy = {0};
+    CHECK(rf_model_preload_all(r.m, NULL) == RF_OK && generate(d, &greedy, NULL, &got) == RF_OK);
+    const int64_t live = memory_read(&r.mem.live);
+    rf_result res = RF_ERR_MEMORY;
+    int n_failures = 0;
+    for (int64_t fail = 1; fail < 60 && res != RF_OK; fail++) {
+        const rf_drafter_desc desc = {.allocator = memory_allocator(&r.mem)};
+        r.mem.calls = 0, r.mem.fail_at = fail;
+        res = rf_drafter_open(r.m, &desc, &one, &r.err);
+        if (res == RF_OK) res = generate(d, &greedy, one, &got);
+        CHECK(res == RF_OK || (res == RF_ERR_MEMORY && r.err.code == res && r.err.text[0]), "%s", r.err.text);
+        rf_drafter_close(one, NULL);
+        CHECK(memory_read(&r.mem.live) == live, "%d blocks are left", (int)(memory_read(&r.mem.live) - live));
+        n_failures += res != RF_OK;
+    }
+    r.mem.fail_at = 0;
+    CHECK(n_failures >= 6, "%d allocations", n_failures);
+
+    CHECK(rf_drafter_open(NULL, NULL, &one, &r.err) == RF_ERR_ARGUMENT && !one);
+    CHECK(rf_drafter_open(r.m, &(rf_drafter_desc){.max_drafts = 16}, &one, &r.err) == RF_ERR_ARGUMENT && strstr(r.err.text, "16"));
+    CHECK(rf_drafter_open(r.m, &(rf_drafter_desc){.ngram = 65}, &one, &r.err) == RF_ERR_ARGUMENT && strstr(r.err.text, "65"));
+    CHECK(rf_drafter_close(NULL, NULL) == RF_OK && rf_drafter_get_stats(NULL).steps == 0);
+
+    /* a session with room for one row of logits; a draft model with other tokens */
+    one = drafter_of((rf_drafter_desc){0});
+    CHECK(rf_session_open(r.m, &(rf_session_desc){.n_ctx = 64}, &other, NULL) == RF_OK);
+    CHECK(rf_generate(other, &(rf_generate_desc){.prompt = d.prompt, .drafter = one}, NULL, &r.err) == RF_ERR_ARGUMENT &&
+          strstr(r.err.text, "n_logits_max"), "%s", r.err.text);
+    rf_session_close(other, NULL);
+    CHECK(rf_drafter_close(one, NULL) == RF_OK);
+    rig small;
+    REQUIRE(rig_open(&small, &(rig_how){.path = "tests/family/gemma4.gguf", .session = &(rf_session_desc){.n_ctx = 64}}));
+    res = rf_drafter_open(r.m, &(rf_drafter_desc){.session = small.s}, &one, &r.err);
+    CHECK(res != RF_OK && !one && r.err.text[0], "%s", r.err.text);
+    rig_close(&small);
+}
+
+int main(int argc, char **argv) {
+    RFT_BEGIN(argc, argv);
+    FILE *model = fopen(MODEL, "rb");
+    const int have = model != NULL;
+    if (model) fclose(model);
+    RUN_IF(have, test_same_ids, "no " MODEL);
+    RUN_IF(have, test_kinds, "no " MODEL);
+    RUN_IF(have, test_grammar, "no " MODEL);
+    RUN_IF(have, test_cancel, "no " MODEL);
+    RUN(test_families);
+    RUN_IF(have, test_errors, "no " MODEL);
+    rig_close(&r);
+    RFT_END();
+}
