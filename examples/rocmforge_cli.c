@@ -48,12 +48,12 @@ typedef struct texts {
 /* The options of all commands; the table at the end says which command takes which. Switches are 0 or 1. */
 typedef struct options {
     const char *gguf, *prompt, *prompt_file, *system, *device, *isa, *pre, *type, *tokens, *out, *depths, *parallel;
-    const char *jinja, *tools, *effort, *extra, *input, *now, *rank, *grammar, *schema;
+    const char *jinja, *tools, *effort, *extra, *input, *now, *rank, *grammar, *schema, *draft;
     texts logit_bias, dry_breakers, stop;
     uint64_t budget, expert_budget, pinned, expert_policy, expert_prefetch, expert_cpu_below, peak;
     uint64_t max_tokens, top_k, seed, threads, ctx, batch, kv, bos, special, n_greedy, n_prompt, n_decode, n_repeat;
     uint64_t no_bos, raw, echo, json, hex, decode, step, help, pooling, normalize, swa_full, stats, think;
-    uint64_t penalty_last_n, dry_allowed, dry_last_n, mirostat;
+    uint64_t penalty_last_n, dry_allowed, dry_last_n, mirostat, draft_max;
     double temp, top_p, min_p, repeat_penalty, frequency_penalty, presence_penalty, dry_multiplier, dry_base;
     double xtc_probability, xtc_threshold, mirostat_tau, mirostat_eta;
 } options;
@@ -87,6 +87,10 @@ typedef struct app {
     rf_tokenizer *own;      /* of `tokenize`, which opens no model */
     const rf_tokenizer *t;
     rf_grammar *grammar;    /* of --grammar, --json-schema; or NULL */
+    rf_drafter *drafter;    /* of --draft, or NULL                  */
+    rf_gguf *draft_g;       /* its draft model                      */
+    rf_model *draft_m;
+    rf_session *draft_s;
     rf_chat_template *own_template;        /* of --jinja                       */
     const rf_chat_template *chat_template; /* that, or the model's; NULL: none */
     rf_model_info info;
@@ -398,6 +402,10 @@ static void close_all(app *a) {
     close_comparison(a->comparison);
     rf_session_close(a->s, NULL);
     rf_grammar_close(a->grammar, NULL);
+    rf_drafter_close(a->drafter, NULL);
+    rf_session_close(a->draft_s, NULL);
+    rf_model_close(a->draft_m, NULL);
+    if (a->draft_g) rf_gguf_close(a->draft_g, NULL);
     rf_model_close(a->m, NULL);
     rf_device_close(a->d, NULL);
     rf_tokenizer_close(a->own, NULL);
@@ -714,6 +722,7 @@ static int generate(app *a, rf_generate_desc *desc, answer *out) {
     rf_result r;
     desc->sampler = &a->sampler;
     desc->grammar = a->grammar;
+    desc->drafter = a->drafter;
     desc->stop = a->o.stop.item;
     desc->n_stop = a->o.stop.n;
     desc->on_piece = on_piece;
@@ -745,11 +754,16 @@ static void print_timing(app *a, const answer *x) {
     const rf_device_info d = rf_device_get_info(a->d);
     const double first = a->first_token ? a->first_token : x->end, n_steps = g->n_generated ? g->n_generated - 1 : 0;
     const double decode = rate(n_steps, x->end - first), n_prompt = g->n_prompt - g->n_reused;
+    char drafts[96] = "";
+    const rf_drafter_stats s = rf_drafter_get_stats(a->drafter);
+    if (a->drafter)
+        snprintf(drafts, sizeof drafts, "drafts %llu of %llu right, %llu steps, ", LLU(s.accepted), LLU(s.drafted),
+                 LLU(s.steps));
     print_notes(a);
     fprintf(stderr, "open %.1f ms, plan %.1f ms, first token %.1f ms, prefill %.0f tokens %.1f tok/s, decode %u tokens "
-            "%.1f tok/s %.2f GB/s, %s (%s)%s, stopped: %s\n", a->open_s * 1e3, a->plan_s * 1e3,
+            "%.1f tok/s %.2f GB/s, %s%s (%s)%s, stopped: %s\n", a->open_s * 1e3, a->plan_s * 1e3,
             (first - a->start) * 1e3, n_prompt, rate(n_prompt, first - x->begin), g->n_generated, decode,
-            decode * (double)a->info.token_bytes / 1e9, d.name, d.arch, a->seed, finish_names[g->finish]);
+            decode * (double)a->info.token_bytes / 1e9, drafts, d.name, d.arch, a->seed, finish_names[g->finish]);
 }
 
 /* ---- sampling and templates ---- */
@@ -872,6 +886,24 @@ static int open_grammar(app *a) {
     return r ? fail(a, FAILED, "%s: %s", is_text ? "--json-schema" : what, a->err.text) : code;
 }
 
+/* Open a session for text and the drafter of --draft: n-grams, and behind them the draft model in a file. */
+static int open_writing_session(app *a, uint64_t need, uint64_t n_tokens) {
+    int code;
+    const uint32_t max = (uint32_t)a->o.draft_max;
+    const char *path = a->o.draft && strcmp(a->o.draft, "ngram") ? a->o.draft : NULL;
+    if ((code = open_session(a, need, n_tokens, a->o.draft ? max + 1 : 1))) return code;
+    if (!a->o.draft) return DONE;
+    if (path) {
+        if ((code = lib(a, rf_gguf_open(path, NULL, &a->draft_g, &a->err)))) return code;
+        if ((code = lib(a, rf_model_open(a->draft_g, a->d, NULL, &a->draft_m, &a->err)))) return code;
+        const uint32_t trained = rf_model_get_info(a->draft_m).n_ctx_train;
+        const rf_session_desc desc = {.n_ctx = trained && trained < a->n_ctx ? trained : a->n_ctx};
+        if ((code = lib(a, rf_session_open(a->draft_m, &desc, &a->draft_s, &a->err)))) return code;
+    }
+    const rf_drafter_desc desc = {.max_drafts = max, .session = a->draft_s};
+    return lib(a, rf_drafter_open(a->m, &desc, &a->drafter, &a->err));
+}
+
 /* Open model, tokenizer, and the chat template of --jinja or else the model's; there may be none. */
 static int open_writer(app *a) {
     int code;
@@ -938,7 +970,7 @@ static int run_generate(app *a) {
     if ((code = prepare(a, &chat, &desc, &n))) return code;
     desc.max_tokens = o->max_tokens != NOT_GIVEN ? (uint32_t)o->max_tokens : desc.chat ? 0 : 256;
     uint64_t need = (uint64_t)n + (desc.max_tokens ? desc.max_tokens : DEFAULT_CTX), trained = a->info.n_ctx_train;
-    if ((code = open_session(a, need < trained ? need : trained, n, 1))) return code;
+    if ((code = open_writing_session(a, need < trained ? need : trained, n))) return code;
     if ((code = open_sampler(a))) return code;
     if (o->echo && (code = emit(a, a->message.data, a->message.len))) return code;
     if ((code = generate(a, &desc, &x))) return code;
@@ -1310,7 +1342,7 @@ static int run_chat(app *a) {
     a->talks = isatty(STDIN_FILENO) && isatty(STDERR_FILENO);
     if ((code = open_writer(a))) return code;
     if (!a->chat_template) return fail(a, FAILED, "%s has no chat template: --jinja FILE gives one", a->o.gguf);
-    if ((code = open_session(a, 0, 0, 1))) return code;
+    if ((code = open_writing_session(a, 0, 0))) return code;
     if ((code = open_sampler(a))) return code;
     if (a->o.system && (code = say(a, "system", a->o.system, strlen(a->o.system)))) return code;
     greet(a);
@@ -2731,6 +2763,9 @@ static const flag flags[] = {
     {"--template-args, --chat-template-kwargs", TEXT, AT(extra), WRITE, 0, 0, 0, "JSON", "an object of its variables"},
     {"--grammar", TEXT, AT(grammar), WRITE, 0, 0, 0, "F", "what the answer may be: a file of GBNF"},
     {"--json-schema", TEXT, AT(schema), WRITE, 0, 0, 0, "F|JSON", "the answer is JSON of this schema; {} is any"},
+    {"--draft", TEXT, AT(draft), WRITE, 0, 0, 0, "ngram|F",
+     "faster: evaluate what followed the last tokens before; or else what a draft model says"},
+    {"--draft-max, --draft-n", COUNT, AT(draft_max), WRITE, 0, 1, 15, "N", "drafts in a step at most (8)"},
     {"--stop", LIST, AT(stop), WRITE, 0, 0, 0, "S", "a text that ends the answer; may be given many times"},
     {"-n, --max-tokens, --n-predict", LIMIT, AT(max_tokens), WRITE, 0, 0, INT32_MAX, "N",
      "tokens of an answer at most; 0 or -1: no limit (256 for --raw, else none)"},
@@ -3059,7 +3094,7 @@ static int run(app *a, int argc, char **argv) {
 
 int main(int argc, char **argv) {
     app a = {.o = {.max_tokens = NOT_GIVEN, .bos = 1, .n_prompt = 512, .n_decode = 128, .n_repeat = 3, .depths = "0",
-                   .peak = 1000000000, .top_k = NOT_GIVEN, .seed = NOT_GIVEN, .penalty_last_n = NOT_GIVEN,
+                   .peak = 1000000000, .draft_max = 8, .top_k = NOT_GIVEN, .seed = NOT_GIVEN, .penalty_last_n = NOT_GIVEN,
                    .dry_allowed = NOT_GIVEN, .dry_last_n = NOT_GIVEN, .mirostat = NOT_GIVEN, .think = NOT_GIVEN},
              .start = now(), .today = (int64_t)time(NULL)};
     const double not_given = NAN;
