@@ -3094,7 +3094,8 @@ static int run(app *a, int argc, char **argv) {
 
 int main(int argc, char **argv) {
     app a = {.o = {.max_tokens = NOT_GIVEN, .bos = 1, .n_prompt = 512, .n_decode = 128, .n_repeat = 3, .depths = "0",
-                   .peak = 1000000000, .draft_max = 8, .top_k = NOT_GIVEN, .seed = NOT_GIVEN, .penalty_last_n = NOT_GIVEN,
+                   .peak = 1000000000, .draft_max = 8, .top_k = NOT_GIVEN, .seed = NOT_GIVEN,
+                   .penalty_last_n = NOT_GIVEN,
                    .dry_allowed = NOT_GIVEN, .dry_last_n = NOT_GIVEN, .mirostat = NOT_GIVEN, .think = NOT_GIVEN},
              .start = now(), .today = (int64_t)time(NULL)};
     const double not_given = NAN;

@@ -191,6 +191,13 @@ expect 0 "JSON schema" generate $model "$(cat "$t/prompt")" --temp 0 --json-sche
 verdict "JSON schema: the text" grep -qxE '"(yes|no)"' "$t/out"
 expect 1 "a grammar with an error" generate $model a --json-schema '{"type": "strin"}' && says "a grammar with an error" "#/type"
 expect 2 "two grammars" generate $model a --grammar "$t/name.gbnf" --json-schema '{}' && says "two grammars" "not both"
+expect 0 "no drafts" generate $model "the king, the queen, the king, the queen, the king," -n 40 --temp 0 && cp "$t/out" "$t/plain"
+for drafts in ngram examples/shakespeare-5m.gguf; do
+    expect 0 "drafts: $drafts" generate $model "the king, the queen, the king, the queen, the king," -n 40 --temp 0 --draft $drafts --draft-max 5
+    verdict "drafts: $drafts: the same text" cmp -s "$t/out" "$t/plain"
+    verdict "drafts: $drafts: some are right" grep -q 'drafts [1-9][0-9]* of [0-9]* right' "$t/err"
+done
+expect 1 "a draft model with other tokens" generate $model a --draft tests/family/gemma4.gguf && says "a draft model with other tokens" "64 tokens"
 expect 0 "logit bias" generate $model "$(cat "$t/prompt")" -n 1 --temp 0 --logit-bias 267-inf --logit-bias 261+1000
 verdict "logit bias: the token that has it" [ "$(cat "$t/out")" = "$(echo '[261]' | "$cli" tokenize $model --decode)" ]
 expect 0 "context full" generate --gguf $model --prompt-file "$t/prompt" --ctx 20 --max-tokens 30
