@@ -13,7 +13,7 @@
 /* Longer than the 256 tokens between two states that are kept. */
 enum { N_VOCAB = 64, MOST = RFT_SANITIZED ? 300 : 600 };
 
-static const char *const models[] = {"tests/family/lfm2.gguf", "tests/family/qwen35.gguf"};
+static const char *const models[] = {"tests/family/lfm2.gguf", "tests/family/qwen35.gguf", "tests/family/qwen4exp.gguf"};
 static const char *device_name;
 
 static int open_rig(rig *r, const char *path, const rf_gguf_desc *gd, const rf_model_desc *md) {
@@ -228,7 +228,7 @@ static void test_failing_reads(void) {
         const rf_gguf_desc gd = {.io = {open_file, failing_read, NULL, NULL, close_file, &f}, .no_map = 1};
         mg_tokens(tokens, ALL, N_VOCAB, k + 60);
         reads_left = INT64_MAX;
-        if (!open_rig(&r, models[k], &gd, &(rf_model_desc){.budget_bytes = 60000, .n_readers = 1})) continue;
+        if (!open_rig(&r, models[k], &gd, &(rf_model_desc){.budget_bytes = k < 2 ? 60000 : 75000, .n_readers = 1})) continue;
         reference(&r, tokens, ALL, want);
         rf_session *s = session(&r, &(rf_session_desc){.n_ctx = ALL, .n_batch = 6, .n_snapshots = 1, .cache_type = RF_CACHE_F32});
         CHECK(feed(s, 0, tokens, 0, BEFORE, NULL, &r.err), "%s", r.err.text);
