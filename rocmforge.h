@@ -46,7 +46,7 @@
  *   text, token by token               rf_session_forward, rf_session_sample, rf_detokenize, until rf_token_is_end
  *   thoughts and calls in a text       rf_answer_open
  *   JSON, a schema, a grammar          rf_grammar_open; rf_generate_desc.grammar, rf_sampler_desc.grammar
- *   faster by drafts (speculation)     rf_drafter_open; rf_generate_desc.drafter
+ *   faster by drafts (speculation)     rf_drafter_open; rf_generate_desc.drafter, rf_request.drafter
  *   limit or ban tokens                rf_sampler_desc.bias, or logits_fn, which sees and changes the logits
  *   against repetition                 rf_sampler_desc: DRY, penalties; rf_dry_breakers_find
  *   the same text again                rf_sampler_desc.seed; temperature 0 is greedy
@@ -84,8 +84,8 @@
  *    4 >>sync         once-cell, thread pool                11 >>null      the device that only checks
  *    5 >>gguf         the file format                       12 >>session   the forward pass
  *    6 >>quant        tensor types                          13 >>token >>json >>jinja >>template
- *    7 >>tensor >>loader >>stream >>experts >>budget >>store    13 >>grammar >>sample >>scheduler
- *                                                           13 >>answer >>draft >>generate
+ *    7 >>tensor >>loader >>stream >>experts >>budget >>store    13 >>grammar >>sample >>draft >>scheduler
+ *                                                           13 >>answer >>generate
  *                                                           14 >>public    thin bodies
  *
  * Macros, all optional, defined before the include
@@ -1313,9 +1313,10 @@ typedef struct rf_drafter_stats {
     uint64_t accepted; /* of these, tokens that it chose itself */
 } rf_drafter_stats;
 
-/* Open a drafter, for rf_generate_desc.drafter: a step evaluates drafts behind the token chosen last, and keeps those
- * that the model itself then chooses. Every token is chosen as without drafts, from the same logits with the same
- * random numbers: the ids are the same, greedy and sampled, where its bits do not depend on other rows (Bits).
+/* Open a drafter, for rf_generate_desc.drafter or rf_request.drafter: a step evaluates drafts behind the token chosen
+ * last, and keeps those that the model itself then chooses. Every token is chosen as without drafts, from the same
+ * logits with the same random numbers: the ids are the same, greedy and sampled, where a token's bits do not depend on
+ * the other rows ("Bits" on the first page).
  *   m     in   the model that is to choose; used by this call alone
  *   desc  in   NULL = defaults: n-grams;   out  the object, NULL on failure
  * Returns RF_OK; RF_ERR_ARGUMENT (also: the draft model's vocabulary differs, the text says where); RF_ERR_MEMORY;
@@ -1408,6 +1409,8 @@ typedef struct rf_request {
     void *user;
     uint32_t no_reuse;       /* 1: evaluate the whole prompt           */
     uint32_t *n_reused;      /* out, or NULL: tokens of the prompt that were not evaluated again; borrowed as well */
+    rf_drafter *drafter;     /* the request's own, borrowed until on_end, or NULL. Requests share the rows that
+                                rf_session_desc.n_logits_max and n_batch leave for drafts */
 } rf_request;
 
 /* Serve many requests with one session: each step evaluates the next token of every running sequence and a share of the
@@ -27255,6 +27258,197 @@ ROCMFORGE_API rf_result rf_session_sample(rf_session *s, uint32_t i, rf_sampler 
     return r == RF_OK ? rf_sampler_sample(sampler, logits, s->m->plan.n_vocab, token, err) : r;
 }
 
+/* ==== 13j Speculation =================================================================================== >>draft
+ * Drafters: tokens that may come next, to be evaluated in one step with the token chosen last.
+ * N-grams: a hash table has, for the last `ngram` tokens before each place, the last such place, and each place the one
+ * before it with the same hash, as LZ77 finds repetitions. */
+
+enum { RFI_MAX_DRAFTS = 15, RFI_DRAFT_CHAIN = 16, RFI_DRAFT_RUN = 64 };
+
+/* What steps take, in seconds. */
+typedef struct rfi_draft_costs {
+    uint32_t n_plain;    /* steps since the last with drafts    */
+    uint32_t n_drafting; /* steps since the last without        */
+    double plain;        /* a step without; 0: not measured     */
+    double per_draft;    /* that a draft adds                   */
+} rfi_draft_costs;
+
+struct rf_drafter {
+    rf_drafter_desc desc;
+    int32_t *tokens;   /* [capacity] of the sequence, the token chosen last included           */
+    uint32_t *earlier; /* [capacity] 1 + the place before with the same hash, 0: none          */
+    uint32_t *last;    /* [n_last] by hash: 1 + the last place                                 */
+    uint32_t n, capacity, n_last;
+    double share;      /* of drafts that are accepted, if those before are                     */
+    rfi_draft_costs costs; /* of rf_generate                                                   */
+    rf_drafter_stats stats;
+};
+
+/* Whether two models have the same tokens. */
+static rf_result rfi_draft_vocabulary(rf_model *m, rf_model *draft, rf_error *err) {
+    const rf_tokenizer *a = NULL, *b = NULL;
+    rf_result r = rf_model_get_tokenizer(m, &a, err);
+    if (r == RF_OK) r = rf_model_get_tokenizer(draft, &b, err);
+    if (r != RF_OK) return r;
+    if (a->n_vocab != b->n_vocab)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "%s: a draft model with %u tokens, the model has %u",
+                        rfi_gguf_path(draft->g), b->n_vocab, a->n_vocab);
+    for (uint32_t i = 0; i < a->n_vocab; i++)
+        if (a->text[i].len != b->text[i].len || memcmp(a->text[i].data, b->text[i].data, (size_t)a->text[i].len))
+            return rfi_fail(err, RF_ERR_ARGUMENT, i, "%s: a draft model whose token %u is '%.*s', in the model it is "
+                            "'%.*s'", rfi_gguf_path(draft->g), i, (int)rfi_min_u64(b->text[i].len, 40),
+                            b->text[i].data, (int)rfi_min_u64(a->text[i].len, 40), a->text[i].data);
+    return RF_OK;
+}
+
+ROCMFORGE_API rf_result rf_drafter_open(rf_model *m, const rf_drafter_desc *desc, rf_drafter **out, rf_error *err) {
+    rf_drafter_desc d = desc ? *desc : (rf_drafter_desc){0};
+    rfi_clear(err);
+    if (out) *out = NULL;
+    if (!m || !out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_drafter_open: model or out is NULL");
+    if (d.max_drafts == 0) d.max_drafts = 8;
+    if (d.ngram == 0) d.ngram = 3;
+    if (d.max_drafts > RFI_MAX_DRAFTS || (d.ngram > RFI_DRAFT_RUN && d.ngram != RF_NONE))
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_drafter_open: max_drafts %u, ngram %u: at most %d and %d",
+                        d.max_drafts, d.ngram, RFI_MAX_DRAFTS, RFI_DRAFT_RUN);
+    rf_result r = rfi_check_allocator(&d.allocator, &d.allocator, err);
+    if (r == RF_OK && d.session) r = rfi_draft_vocabulary(m, d.session->m, err);
+    if (r != RF_OK) return r;
+    rf_drafter *o = (rf_drafter *)rfi_alloc(&d.allocator, 1, sizeof *o, "a drafter", err);
+    if (!o) return RF_ERR_MEMORY;
+    *o = (rf_drafter){.desc = d, .share = 0.7};
+    *out = o;
+    return RF_OK;
+}
+
+static void rfi_drafter_free(rf_drafter *d) {
+    const rf_allocator *a = &d->desc.allocator;
+    rfi_free(a, d->tokens), rfi_free(a, d->earlier), rfi_free(a, d->last);
+    d->tokens = NULL, d->earlier = d->last = NULL;
+    d->n = d->capacity = d->n_last = 0;
+}
+
+ROCMFORGE_API rf_result rf_drafter_close(rf_drafter *d, rf_error *err) {
+    rfi_clear(err);
+    if (!d) return RF_OK;
+    const rf_allocator alloc = d->desc.allocator;
+    rfi_drafter_free(d);
+    rfi_free(&alloc, d);
+    return RF_OK;
+}
+
+ROCMFORGE_API rf_drafter_stats rf_drafter_get_stats(const rf_drafter *d) {
+    return d ? d->stats : (rf_drafter_stats){0};
+}
+
+/* Forget the sequence, and make room for n_ctx tokens. */
+static rf_result rfi_drafter_begin(rf_drafter *d, uint32_t n_ctx, rf_error *err) {
+    const rf_allocator *a = &d->desc.allocator;
+    if (n_ctx > d->capacity) {
+        uint32_t n_last = 256;
+        while (n_last < n_ctx && n_last < 1u << 30) n_last *= 2;
+        rfi_drafter_free(d);
+        d->tokens = (int32_t *)rfi_alloc(a, n_ctx, sizeof *d->tokens, "a drafter's tokens", err);
+        d->earlier = (uint32_t *)rfi_alloc(a, n_ctx, sizeof *d->earlier, "a drafter's places", err);
+        d->last = (uint32_t *)rfi_alloc(a, n_last, sizeof *d->last, "a drafter's hash table", err);
+        if (!d->tokens || !d->earlier || !d->last) return rfi_drafter_free(d), RF_ERR_MEMORY;
+        d->capacity = n_ctx, d->n_last = n_last;
+    }
+    d->n = 0;
+    memset(d->last, 0, (size_t)d->n_last * sizeof *d->last);
+    return RF_OK;
+}
+
+/* The sequence goes on with a token. */
+static void rfi_drafter_append(rf_drafter *d, int32_t token) {
+    const uint32_t at = d->n++, n = d->desc.ngram;
+    d->tokens[at] = token;
+    if (d->n < n) return;
+    const uint64_t hash = rfi_hash(d->tokens + d->n - n, n * sizeof *d->tokens, 0) & (d->n_last - 1);
+    d->earlier[at] = d->last[hash];
+    d->last[hash] = at + 1;
+}
+
+/* What followed where the longest run of the last tokens was before; the last of equally long ones. It may reach into
+ * the drafts: then they repeat. */
+static uint32_t rfi_draft_ngrams(const rf_drafter *d, int32_t *drafts, uint32_t max) {
+    const int32_t *t = d->tokens;
+    const uint32_t n = d->n, ngram = d->desc.ngram;
+    uint32_t best = 0, longest = ngram - 1;
+    if (n < ngram) return 0;
+    for (uint32_t i = 0, at = d->earlier[n - 1]; at && i < RFI_DRAFT_CHAIN; i++, at = d->earlier[at - 1]) {
+        uint32_t same = 0;
+        while (same < at && same < RFI_DRAFT_RUN && t[at - 1 - same] == t[n - 1 - same]) same++;
+        if (same > longest) longest = same, best = at;
+    }
+    for (uint32_t i = 0; best && i < max; i++) drafts[i] = best + i < n ? t[best + i] : drafts[best + i - n];
+    return best ? max : 0;
+}
+
+/* The draft model's greedy tokens. */
+static rf_result rfi_draft_model(const rf_drafter *d, int32_t *drafts, uint32_t max, uint32_t *n, rf_error *err) {
+    rf_session *s = d->desc.session;
+    uint32_t kept = 0;
+    for (uint32_t i = 0; i < d->n; i++)
+        if (d->tokens[i] < 0) return RF_OK;
+    if (d->n > s->desc.n_ctx) return RF_OK;
+    rf_result r = rf_session_sync(s, 0, d->tokens, d->n, &kept, err);
+    if (r == RF_OK) r = rf_session_forward(s, d->tokens + kept, d->n - kept, NULL, err);
+    while (r == RF_OK && *n < max) {
+        r = rf_session_get_argmax(s, 0, &drafts[*n], err);
+        if (r != RF_OK || drafts[*n] < 0) break;
+        if (++*n < max && s->lengths[0] == s->desc.n_ctx) break;
+        if (*n < max) r = rf_session_forward(s, &drafts[*n - 1], 1, NULL, err);
+    }
+    return r;
+}
+
+/* How many drafts pay beside n_others rows: with share a accepted, k drafts give 1 + a + ... + a^k tokens for the time
+ * of a step. A step now and then measures what there is without drafts, or what one draft costs. */
+static uint32_t rfi_drafter_count(const rf_drafter *d, const rfi_draft_costs *c, uint32_t n_others, uint32_t max) {
+    uint32_t best = 0;
+    double rate = 0, tokens = n_others, share = 1;
+    if (d->desc.fixed) return max;
+    if (c->plain <= 0 || c->n_drafting >= 64) return 0;
+    for (uint32_t k = 0; k <= max; k++, share *= d->share) {
+        tokens += share;
+        const double per_second = tokens / (c->plain + k * c->per_draft);
+        if (per_second > rate) rate = per_second, best = k;
+    }
+    return best || max == 0 || c->n_plain < 32 ? best : 1;
+}
+
+/* Drafts behind the tokens known, at most max. */
+static rf_result rfi_drafter_propose(rf_drafter *d, int32_t n_vocab, int32_t *drafts, uint32_t max, uint32_t *n,
+                                     rf_error *err) {
+    rf_result r = RF_OK;
+    *n = 0;
+    if (max && d->desc.ngram != RF_NONE) *n = rfi_draft_ngrams(d, drafts, max);
+    if (max && *n == 0 && d->desc.fn) *n = d->desc.fn(d->tokens, d->n, drafts, max, d->desc.user);
+    if (*n > max) *n = max;
+    if (max && *n == 0 && d->desc.session) r = rfi_draft_model(d, drafts, max, n, err);
+    for (uint32_t i = 0; i < *n; i++)
+        if (drafts[i] < 0 || drafts[i] >= n_vocab) *n = i;
+    return r;
+}
+
+/* A step with n drafts in all took some seconds. */
+static void rfi_draft_costs_learn(rfi_draft_costs *c, uint32_t n, double seconds) {
+    c->n_plain = n ? 0 : c->n_plain + 1;
+    c->n_drafting = n ? c->n_drafting + 1 : 0;
+    if (n == 0) c->plain += (c->plain > 0 ? 0.25 : 1) * (seconds - c->plain);
+    else c->per_draft += 0.25 * ((seconds > c->plain ? seconds - c->plain : 0) / n - c->per_draft);
+}
+
+/* Of n drafts the model chose n_accepted itself. */
+static void rfi_drafter_learn(rf_drafter *d, uint32_t n, uint32_t n_accepted) {
+    d->stats.steps++;
+    d->stats.drafted += n;
+    d->stats.accepted += n_accepted;
+    d->stats.tokens += n_accepted + 1ull;
+    for (uint32_t i = 0; i < n && i <= n_accepted; i++) d->share += 0.1 * ((i < n_accepted) - d->share);
+}
+
 /* ==== 13f Continuous batching ========================================================================= >>scheduler
  * The scheduler. Requests wait in a ring buffer and run in slots, each with a sequence of the session. There are never
  * more slots than a batch has rows and logits, so every request in decode advances in every step and none starves. The
@@ -27273,6 +27467,8 @@ typedef struct rfi_slot {
     uint32_t n_chosen;
     int32_t next;       /* chosen last, evaluated next                        */
     int32_t logits_row; /* of the current batch, -1 if the prompt goes on     */
+    uint32_t n_drafts;  /* behind `next` in the current batch                 */
+    int32_t drafts[RFI_MAX_DRAFTS];
 } rfi_slot;
 
 struct rf_scheduler {
@@ -27287,6 +27483,9 @@ struct rf_scheduler {
     uint64_t *used;              /* [n_seq_max] when the last request there ended, 0: never */
     uint64_t n_ended;            /* requests                                           */
     int closing, in_callbacks;   /* 1: in rf_scheduler_close; in a call that runs callbacks */
+    rfi_draft_costs draft_costs;
+    uint32_t n_drafts;           /* of all requests in the current batch               */
+    int has_prompts;             /* 1: that batch has rows of prompts                  */
 };
 
 ROCMFORGE_API rf_result rf_scheduler_open(rf_session *s, const rf_tokenizer *t, uint32_t queue_capacity,
@@ -27375,6 +27574,10 @@ static rf_result rfi_scheduler_begin(rf_scheduler *sch, rfi_slot *slot, rf_error
     if (r == RF_OK && request->no_reuse) r = rf_session_truncate(s, to, 0, NULL, err);
     else if (r == RF_OK) r = rf_session_sync(s, to, request->prompt, request->n_prompt, &kept, err);
     if (r != RF_OK) return r;
+    if (request->drafter) r = rfi_drafter_begin(request->drafter, sch->desc->n_ctx + 1, err);
+    if (r != RF_OK) return r;
+    for (uint32_t i = 0; request->drafter && i < request->n_prompt; i++)
+        rfi_drafter_append(request->drafter, request->prompt[i]);
     slot->seq = to, slot->n_held = kept;
     sch->used[to] = RFI_SEQ_RUNS;
     if (request->n_reused) *request->n_reused = kept;
@@ -27445,10 +27648,44 @@ ROCMFORGE_API rf_result rf_scheduler_cancel(rf_scheduler *sch, const void *user,
     return RF_OK;
 }
 
-/* Fill the batch: a row of each request in decode, then prompts while there is room. Changes only what describes this
- * batch, so that a cancelled batch can be filled again. */
+/* Drafts for the requests in decode. They share the rows that these leave, evenly; a batch with drafts has at most 16
+ * rows that decode, whose bits do not depend on each other. */
+static rf_result rfi_scheduler_draft(rf_scheduler *sch, rf_error *err) {
+    const rf_session_desc *d = sch->desc;
+    uint32_t n = 0, n_left = 0;
+    rf_result r = RF_OK;
+    sch->n_drafts = 0;
+    for (uint32_t i = 0; i < sch->n_running; i++) {
+        rfi_slot *slot = &sch->slots[i];
+        slot->n_drafts = 0;
+        n += slot->seq >= 0 && slot->n_held >= slot->request.n_prompt;
+    }
+    uint64_t room = rfi_min_u64(rfi_min_u64(d->n_batch, d->n_logits_max), RFI_MAX_DRAFTS + 1);
+    room = room > n && sch->n_running <= d->n_logits_max ? rfi_min_u64(room - n, d->n_logits_max - sch->n_running) : 0;
+    n_left = n;
+    for (uint32_t i = 0; i < sch->n_running && r == RF_OK; i++) {
+        rfi_slot *slot = &sch->slots[i];
+        const rf_request *request = &slot->request;
+        if (slot->seq < 0 || slot->n_held < request->n_prompt) continue;
+        uint64_t max = room / n_left--;
+        if (!request->drafter) continue;
+        max = rfi_min_u64(max, rfi_min_u64(request->drafter->desc.max_drafts, d->n_ctx - slot->n_held - 1));
+        if (sch->session->n_slots) max = rfi_min_u64(max, d->n_snapshots);
+        if (request->max_tokens) max = rfi_min_u64(max, request->max_tokens - slot->n_chosen - 1);
+        max = rfi_drafter_count(request->drafter, &sch->draft_costs, n - 1, (uint32_t)max);
+        r = rfi_drafter_propose(request->drafter, (int32_t)sch->session->m->plan.n_vocab, slot->drafts, (uint32_t)max,
+                                &slot->n_drafts, err);
+        room -= slot->n_drafts;
+        sch->n_drafts += slot->n_drafts;
+    }
+    return r;
+}
+
+/* Fill the batch: a row of each request in decode and its drafts, then prompts while there is room. Changes only what
+ * describes this batch, so that a cancelled batch can be filled again. */
 static uint32_t rfi_scheduler_fill(rf_scheduler *sch) {
     uint32_t n_rows = 0, n_logits = 0;
+    sch->has_prompts = 0;
     for (int prompts = 0; prompts < 2; prompts++)
         for (uint32_t i = 0; i < sch->n_running; i++) {
             rfi_slot *slot = &sch->slots[i];
@@ -27457,20 +27694,38 @@ static uint32_t rfi_scheduler_fill(rf_scheduler *sch) {
             uint32_t end = prompts ? request->n_prompt : slot->n_held + 1, room = sch->desc->n_batch - n_rows;
             slot->n_new = end - slot->n_held < room ? end - slot->n_held : room;
             slot->logits_row = slot->n_held + slot->n_new == end ? (int32_t)n_logits++ : -1;
+            sch->has_prompts |= prompts;
             for (uint32_t at = slot->n_held; at < slot->n_held + slot->n_new; at++)
                 sch->rows[n_rows++] = (rf_token_row){.token = prompts ? request->prompt[at] : slot->next,
                                                .seq = slot->seq, .pos = RF_POS_NEXT, .want_logits = at + 1 == end};
+            for (uint32_t k = 0; !prompts && k < slot->n_drafts; k++, n_logits++)
+                sch->rows[n_rows++] = (rf_token_row){.token = slot->drafts[k], .seq = slot->seq, .pos = RF_POS_NEXT,
+                                                     .want_logits = 1};
         }
     return n_rows;
 }
 
-/* Sample a request's next token. Returns 1, with the reason, if that was its last. */
+/* Sample a request's next tokens: one, and one behind each draft that was chosen, too; then cut off the other drafts.
+ * Returns 1, with the reason, if the last one was its last. */
 static int rfi_scheduler_choose(rf_scheduler *sch, rfi_slot *slot, rf_result *reason) {
     const rf_request *request = &slot->request;
-    *reason = rf_session_sample(sch->session, (uint32_t)slot->logits_row, request->sampler, &slot->next, NULL);
-    if (*reason != RF_OK) return 1;
-    int stop = request->on_token && request->on_token(slot->next, request->user);
-    if (stop || ++slot->n_chosen == request->max_tokens || rf_token_is_end(sch->tokenizer, slot->next)) return 1;
+    const uint32_t n_drafts = slot->n_drafts;
+    uint32_t row = 0;
+    int ends = 0;
+    for (slot->n_drafts = 0;; row++, slot->n_held++) {
+        const uint32_t at = (uint32_t)slot->logits_row + row;
+        *reason = rf_session_sample(sch->session, at, request->sampler, &slot->next, NULL);
+        ends = *reason != RF_OK;
+        if (ends) break;
+        ends = request->on_token && request->on_token(slot->next, request->user);
+        ends |= ++slot->n_chosen == request->max_tokens || rf_token_is_end(sch->tokenizer, slot->next);
+        if (ends) break;
+        if (request->drafter) rfi_drafter_append(request->drafter, slot->next);
+        if (row == n_drafts || slot->drafts[row] != slot->next) break;
+    }
+    if (request->drafter) rfi_drafter_learn(request->drafter, n_drafts, row);
+    if (row < n_drafts) rfi_session_cut(sch->session, (uint32_t)slot->seq, slot->n_held, NULL);
+    if (ends) return 1;
     *reason = RF_ERR_CONTEXT_FULL;
     return slot->n_held == sch->desc->n_ctx;
 }
@@ -27483,7 +27738,10 @@ ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active,
     while (sch->n_waiting && sch->n_running < sch->n_slots) rfi_scheduler_admit(sch);
     for (uint32_t i = 0; i < sch->n_running && r == RF_OK; i++)
         if (sch->slots[i].seq < 0) r = rfi_scheduler_begin(sch, &sch->slots[i], err);
+    const double start = rfi_now();
+    if (r == RF_OK) r = rfi_scheduler_draft(sch, err);
     if (r == RF_OK && sch->n_running) r = rf_session_eval(sch->session, sch->rows, rfi_scheduler_fill(sch), err);
+    if (r == RF_OK && !sch->has_prompts) rfi_draft_costs_learn(&sch->draft_costs, sch->n_drafts, rfi_now() - start);
     sch->in_callbacks = 1;
     /* Cancelled: nothing has changed. Any other failure ends every request that runs. */
     for (uint32_t i = 0; i < sch->n_running && r != RF_ERR_CANCELLED;) {
@@ -28475,189 +28733,6 @@ ROCMFORGE_API int rf_answer_knows(const rf_answer *a, rf_string token) {
     return 0;
 }
 
-/* ==== 13j Speculation =================================================================================== >>draft
- * Drafters: tokens that may come next, to be evaluated in one step with the token chosen last.
- * N-grams: a hash table has, for the last `ngram` tokens before each place, the last such place, and each place the one
- * before it with the same hash, as LZ77 finds repetitions. */
-
-enum { RFI_MAX_DRAFTS = 15, RFI_DRAFT_CHAIN = 16, RFI_DRAFT_RUN = 64 };
-
-struct rf_drafter {
-    rf_drafter_desc desc;
-    int32_t *tokens;   /* [capacity] of the sequence, the token chosen last included           */
-    uint32_t *earlier; /* [capacity] 1 + the place before with the same hash, 0: none          */
-    uint32_t *last;    /* [n_last] by hash: 1 + the last place                                 */
-    uint32_t n, capacity, n_last;
-    uint32_t n_plain;  /* steps since the last with drafts                                     */
-    uint32_t n_steps;  /* since the last that measured one row alone                           */
-    double one_row;    /* seconds of a step without drafts, 0: not measured                    */
-    double per_draft;  /* seconds that a draft adds                                            */
-    double share;      /* of drafts that are accepted, if those before are                     */
-    rf_drafter_stats stats;
-};
-
-/* Whether two models have the same tokens. */
-static rf_result rfi_draft_vocabulary(rf_model *m, rf_model *draft, rf_error *err) {
-    const rf_tokenizer *a = NULL, *b = NULL;
-    rf_result r = rf_model_get_tokenizer(m, &a, err);
-    if (r == RF_OK) r = rf_model_get_tokenizer(draft, &b, err);
-    if (r != RF_OK) return r;
-    if (a->n_vocab != b->n_vocab)
-        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "%s: a draft model with %u tokens, the model has %u",
-                        rfi_gguf_path(draft->g), b->n_vocab, a->n_vocab);
-    for (uint32_t i = 0; i < a->n_vocab; i++)
-        if (a->text[i].len != b->text[i].len || memcmp(a->text[i].data, b->text[i].data, (size_t)a->text[i].len))
-            return rfi_fail(err, RF_ERR_ARGUMENT, i, "%s: a draft model whose token %u is '%.*s', in the model it is "
-                            "'%.*s'", rfi_gguf_path(draft->g), i, (int)rfi_min_u64(b->text[i].len, 40),
-                            b->text[i].data, (int)rfi_min_u64(a->text[i].len, 40), a->text[i].data);
-    return RF_OK;
-}
-
-ROCMFORGE_API rf_result rf_drafter_open(rf_model *m, const rf_drafter_desc *desc, rf_drafter **out, rf_error *err) {
-    rf_drafter_desc d = desc ? *desc : (rf_drafter_desc){0};
-    rfi_clear(err);
-    if (out) *out = NULL;
-    if (!m || !out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_drafter_open: model or out is NULL");
-    if (d.max_drafts == 0) d.max_drafts = 8;
-    if (d.ngram == 0) d.ngram = 3;
-    if (d.max_drafts > RFI_MAX_DRAFTS || (d.ngram > RFI_DRAFT_RUN && d.ngram != RF_NONE))
-        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_drafter_open: max_drafts %u, ngram %u: at most %d and %d",
-                        d.max_drafts, d.ngram, RFI_MAX_DRAFTS, RFI_DRAFT_RUN);
-    rf_result r = rfi_check_allocator(&d.allocator, &d.allocator, err);
-    if (r == RF_OK && d.session) r = rfi_draft_vocabulary(m, d.session->m, err);
-    if (r != RF_OK) return r;
-    rf_drafter *o = (rf_drafter *)rfi_alloc(&d.allocator, 1, sizeof *o, "a drafter", err);
-    if (!o) return RF_ERR_MEMORY;
-    *o = (rf_drafter){.desc = d, .share = 0.7};
-    *out = o;
-    return RF_OK;
-}
-
-static void rfi_drafter_free(rf_drafter *d) {
-    const rf_allocator *a = &d->desc.allocator;
-    rfi_free(a, d->tokens), rfi_free(a, d->earlier), rfi_free(a, d->last);
-    d->tokens = NULL, d->earlier = d->last = NULL;
-    d->n = d->capacity = d->n_last = 0;
-}
-
-ROCMFORGE_API rf_result rf_drafter_close(rf_drafter *d, rf_error *err) {
-    rfi_clear(err);
-    if (!d) return RF_OK;
-    const rf_allocator alloc = d->desc.allocator;
-    rfi_drafter_free(d);
-    rfi_free(&alloc, d);
-    return RF_OK;
-}
-
-ROCMFORGE_API rf_drafter_stats rf_drafter_get_stats(const rf_drafter *d) {
-    return d ? d->stats : (rf_drafter_stats){0};
-}
-
-/* Forget the sequence, and make room for n_ctx tokens. */
-static rf_result rfi_drafter_begin(rf_drafter *d, uint32_t n_ctx, rf_error *err) {
-    const rf_allocator *a = &d->desc.allocator;
-    if (n_ctx > d->capacity) {
-        uint32_t n_last = 256;
-        while (n_last < n_ctx && n_last < 1u << 30) n_last *= 2;
-        rfi_drafter_free(d);
-        d->tokens = (int32_t *)rfi_alloc(a, n_ctx, sizeof *d->tokens, "a drafter's tokens", err);
-        d->earlier = (uint32_t *)rfi_alloc(a, n_ctx, sizeof *d->earlier, "a drafter's places", err);
-        d->last = (uint32_t *)rfi_alloc(a, n_last, sizeof *d->last, "a drafter's hash table", err);
-        if (!d->tokens || !d->earlier || !d->last) return rfi_drafter_free(d), RF_ERR_MEMORY;
-        d->capacity = n_ctx, d->n_last = n_last;
-    }
-    d->n = 0;
-    memset(d->last, 0, (size_t)d->n_last * sizeof *d->last);
-    return RF_OK;
-}
-
-/* The sequence goes on with a token. */
-static void rfi_drafter_append(rf_drafter *d, int32_t token) {
-    const uint32_t at = d->n++, n = d->desc.ngram;
-    d->tokens[at] = token;
-    if (d->n < n) return;
-    const uint64_t hash = rfi_hash(d->tokens + d->n - n, n * sizeof *d->tokens, 0) & (d->n_last - 1);
-    d->earlier[at] = d->last[hash];
-    d->last[hash] = at + 1;
-}
-
-/* What followed where the longest run of the last tokens was before; the last of equally long ones. It may reach into
- * the drafts: then they repeat. */
-static uint32_t rfi_draft_ngrams(const rf_drafter *d, int32_t *drafts, uint32_t max) {
-    const int32_t *t = d->tokens;
-    const uint32_t n = d->n, ngram = d->desc.ngram;
-    uint32_t best = 0, longest = ngram - 1;
-    if (n < ngram) return 0;
-    for (uint32_t i = 0, at = d->earlier[n - 1]; at && i < RFI_DRAFT_CHAIN; i++, at = d->earlier[at - 1]) {
-        uint32_t same = 0;
-        while (same < at && same < RFI_DRAFT_RUN && t[at - 1 - same] == t[n - 1 - same]) same++;
-        if (same > longest) longest = same, best = at;
-    }
-    for (uint32_t i = 0; best && i < max; i++) drafts[i] = best + i < n ? t[best + i] : drafts[best + i - n];
-    return best ? max : 0;
-}
-
-/* The draft model's greedy tokens. */
-static rf_result rfi_draft_model(const rf_drafter *d, int32_t *drafts, uint32_t max, uint32_t *n, rf_error *err) {
-    rf_session *s = d->desc.session;
-    uint32_t kept = 0;
-    for (uint32_t i = 0; i < d->n; i++)
-        if (d->tokens[i] < 0) return RF_OK;
-    if (d->n > s->desc.n_ctx) return RF_OK;
-    rf_result r = rf_session_sync(s, 0, d->tokens, d->n, &kept, err);
-    if (r == RF_OK) r = rf_session_forward(s, d->tokens + kept, d->n - kept, NULL, err);
-    while (r == RF_OK && *n < max) {
-        r = rf_session_get_argmax(s, 0, &drafts[*n], err);
-        if (r != RF_OK || drafts[*n] < 0) break;
-        if (++*n < max && s->lengths[0] == s->desc.n_ctx) break;
-        if (*n < max) r = rf_session_forward(s, &drafts[*n - 1], 1, NULL, err);
-    }
-    return r;
-}
-
-/* How many drafts pay: with share a accepted, k drafts give 1 + a + ... + a^k tokens for the time of a step. A step
- * now and then measures what one row, or one draft, costs. */
-static uint32_t rfi_drafter_count(const rf_drafter *d, uint32_t max) {
-    uint32_t best = 0;
-    double rate = 0, tokens = 0, share = 1;
-    if (d->desc.fixed) return max;
-    if (d->one_row <= 0 || d->n_steps >= 64) return 0;
-    for (uint32_t k = 0; k <= max; k++, share *= d->share) {
-        tokens += share;
-        const double per_second = tokens / (d->one_row + k * d->per_draft);
-        if (per_second > rate) rate = per_second, best = k;
-    }
-    return best || max == 0 || d->n_plain < 32 ? best : 1;
-}
-
-/* Drafts behind the tokens known, at most max. */
-static rf_result rfi_drafter_propose(rf_drafter *d, int32_t n_vocab, int32_t *drafts, uint32_t max, uint32_t *n,
-                                     rf_error *err) {
-    rf_result r = RF_OK;
-    max = rfi_drafter_count(d, max);
-    *n = 0;
-    if (max && d->desc.ngram != RF_NONE) *n = rfi_draft_ngrams(d, drafts, max);
-    if (max && *n == 0 && d->desc.fn) *n = d->desc.fn(d->tokens, d->n, drafts, max, d->desc.user);
-    if (*n > max) *n = max;
-    if (max && *n == 0 && d->desc.session) r = rfi_draft_model(d, drafts, max, n, err);
-    for (uint32_t i = 0; i < *n; i++)
-        if (drafts[i] < 0 || drafts[i] >= n_vocab) *n = i;
-    return r;
-}
-
-/* A step with n drafts took some seconds, and the model chose n_accepted of them itself. */
-static void rfi_drafter_learn(rf_drafter *d, uint32_t n, uint32_t n_accepted, double seconds) {
-    d->stats.steps++;
-    d->stats.drafted += n;
-    d->stats.accepted += n_accepted;
-    d->stats.tokens += n_accepted + 1ull;
-    d->n_plain = n ? 0 : d->n_plain + 1;
-    d->n_steps = n ? d->n_steps + 1 : 0;
-    if (n == 0) d->one_row += (d->one_row > 0 ? 0.25 : 1) * (seconds - d->one_row);
-    else d->per_draft += 0.25 * ((seconds > d->one_row ? seconds - d->one_row : 0) / n - d->per_draft);
-    for (uint32_t i = 0; i < n && i <= n_accepted; i++) d->share += 0.1 * ((i < n_accepted) - d->share);
-}
-
 /* ==== 13h Generation =================================================================================== >>generate
  * From a prompt or messages to text: tokenize, keep what the sequence holds, evaluate the rest, sample, give out text.
  * What is held is compared with the new prompt by the bytes that tokens stand for, because a model need not write the
@@ -28824,8 +28899,8 @@ static rf_result rfi_generate_step(rfi_generating *g, int32_t token) {
     if (!drafter) return rfi_generate_eval(g, &token, 1);
     const double start = rfi_now();
     rfi_drafter_append(drafter, token);
-    rf_result r = rfi_drafter_propose(drafter, (int32_t)s->m->plan.n_vocab, g->drafts, rfi_generate_max_drafts(g),
-                                      &g->n_drafts, g->err);
+    const uint32_t max = rfi_drafter_count(drafter, &drafter->costs, 0, rfi_generate_max_drafts(g));
+    rf_result r = rfi_drafter_propose(drafter, (int32_t)s->m->plan.n_vocab, g->drafts, max, &g->n_drafts, g->err);
     for (uint32_t i = 0; i <= g->n_drafts; i++)
         s->forward_rows[i] = (rf_token_row){.token = i ? g->drafts[i - 1] : token, .seq = g->d->seq, .pos = RF_POS_NEXT,
                                             .want_logits = 1};
@@ -28840,7 +28915,10 @@ static rf_result rfi_generate_settle(rfi_generating *g) {
     const uint32_t seq = (uint32_t)g->d->seq, rest = g->n_drafts - g->row;
     const int32_t *tokens = g->s->tokens + (uint64_t)seq * g->s->desc.n_ctx;
     const uint32_t n = g->s->lengths[seq] - rest;
-    if (g->seconds > 0) rfi_drafter_learn(g->d->drafter, g->n_drafts, g->row, g->seconds);
+    if (g->seconds > 0) {
+        rfi_draft_costs_learn(&g->d->drafter->costs, g->n_drafts, g->seconds);
+        rfi_drafter_learn(g->d->drafter, g->n_drafts, g->row);
+    }
     g->n_drafts = g->row = 0;
     g->seconds = 0;
     if (rest == 0) return RF_OK;
@@ -29521,8 +29599,8 @@ RFI_ONCE_CODE_END
  *            examples/rocmforge_server.c.
  *          Sparse attention: op INDEX chooses what deepseek32, glm-dsa and minimax-m3 attend to, in contexts of any
  *            length; kimi-k3: op BLEND, RF_ACT_SITU. KV_STORE without values; rf_attention_params.n_dense.
- *          Speculation: rf_drafter_open, rf_generate_desc.drafter. A recurrent sequence can be cut back to each of the
- *            last rows that asked for logits.
+ *          Speculation: rf_drafter_open, rf_generate_desc.drafter, rf_request.drafter. A recurrent sequence can be cut
+ *            back to each of the last rows that asked for logits.
  *          dots3note, hrm_text, hy_v4, qwen4exp: ops HYPER, SPREAD (hyper-connections); rf_plan.ngrams, rows of a table
  *            that stays in the file; rf_conv_params.dilation, and means; rf_rope_params.shift.
  *   0.2.0  Renames and one rule for each kind of call; old -> new:

@@ -191,6 +191,68 @@ static void test_families(void) {
     }
 }
 
+/* Requests of a scheduler, some with drafts of their own: each gets the ids that it gets without, whoever is beside it. */
+typedef struct client {
+    record got;
+    rf_result reason;
+} client;
+static int on_served(int32_t token, void *user) {
+    client *c = user;
+    if (c->got.n < 512) c->got.ids[c->got.n++] = token;
+    return 0;
+}
+static void on_end(rf_result reason, void *user) { ((client *)user)->reason = reason; }
+
+static void test_scheduler(void) {
+    static const char *const texts[] = {"ROMEO:\n", "the king, the queen, the king, the queen,", "JULIET:\nO ", "A"};
+    static record want[4];
+    static client clients[4];
+    int32_t prompts[4][64];
+    uint32_t n[4], n_active = 1;
+    const rf_tokenizer *t = NULL;
+    rig_close(&r);
+    REQUIRE(rig_open(&r, &(rig_how){.path = MODEL, .session = &(rf_session_desc){.n_ctx = 96, .n_seq_max = 3, .n_logits_max = 16}}));
+    CHECK(rf_model_get_tokenizer(r.m, &t, NULL) == RF_OK);
+    for (int fixed = 0; fixed < 2; fixed++) {
+        rf_scheduler *sch = NULL;
+        rf_drafter *drafters[4];
+        oracle oracles[4];
+        rf_sampler samplers[4];
+        uint64_t accepted = 0;
+        for (int i = 0; i < 4; i++) {
+            const rf_sampler_desc how = {.temperature = i % 2 ? 0.9f : 0, .seed = 5 + (uint64_t)i};
+            CHECK(rf_tokenize(t, rf_string_of(texts[i]), RF_TOKENIZE_ADD, prompts[i], 64, &n[i], NULL) == RF_OK);
+            /* the last one runs into the end of its context */
+            CHECK(generate((rf_generate_desc){.ids = prompts[i], .n_ids = n[i], .max_tokens = i == 3 ? 0 : 50}, &how, NULL, &want[i]) == RF_OK);
+            oracles[i] = (oracle){&want[i], n[i], 80, 1};
+            drafters[i] = drafter_of((rf_drafter_desc){.max_drafts = 6, .fixed = (uint32_t)fixed, .ngram = RF_NONE, .fn = foresee, .user = &oracles[i]});
+            CHECK(rf_sampler_init(&samplers[i], &how, NULL) == RF_OK);
+        }
+        CHECK(rf_session_truncate(r.s, 0, 0, NULL, NULL) == RF_OK && rf_scheduler_open(r.s, t, 4, &sch, &r.err) == RF_OK, "%s", r.err.text);
+        for (int i = 0; i < 4; i++) {
+            clients[i] = (client){.reason = RF_ERR_BUSY};
+            const rf_request q = {.prompt = prompts[i], .n_prompt = n[i], .max_tokens = i == 3 ? 0 : 50, .sampler = &samplers[i], .on_token = on_served,
+                                  .on_end = on_end, .user = &clients[i], .drafter = i == 2 ? NULL : drafters[i]};
+            CHECK(rf_scheduler_submit(sch, &q, &r.err) == RF_OK, "%s", r.err.text);
+        }
+        for (int step = 0; n_active && step < 500; step++) {
+            if (step % 7 == 3) rf_session_cancel(r.s);
+            const rf_result res = rf_scheduler_step(sch, &n_active, &r.err);
+            CHECK(res == RF_OK || res == RF_ERR_CANCELLED, "%s", r.err.text);
+        }
+        for (int i = 0; i < 4; i++) {
+            CHECK(clients[i].got.n == want[i].n && memcmp(clients[i].got.ids, want[i].ids, want[i].n * 4) == 0, "request %d: %u of %u tokens", i,
+                  clients[i].got.n, want[i].n);
+            CHECK(clients[i].reason == (want[i].result.finish == RF_FINISH_CONTEXT ? RF_ERR_CONTEXT_FULL : RF_OK), "request %d", i);
+            accepted += rf_drafter_get_stats(drafters[i]).accepted;
+            CHECK(rf_drafter_close(drafters[i], NULL) == RF_OK);
+        }
+        if (fixed) CHECK(accepted > 40, "%llu", (unsigned long long)accepted);
+        CHECK(rf_scheduler_close(sch, NULL) == RF_OK);
+        n_active = 1;
+    }
+}
+
 /* Each allocation may fail; wrong arguments are refused by name. */
 static void test_errors(void) {
     REQUIRE(open_model(128));
@@ -245,6 +307,7 @@ int main(int argc, char **argv) {
     RUN_IF(have, test_grammar, "no " MODEL);
     RUN_IF(have, test_cancel, "no " MODEL);
     RUN(test_families);
+    RUN_IF(have, test_scheduler, "no " MODEL);
     RUN_IF(have, test_errors, "no " MODEL);
     rig_close(&r);
     RFT_END();
