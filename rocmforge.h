@@ -27316,7 +27316,7 @@ ROCMFORGE_API rf_result rf_drafter_open(rf_model *m, const rf_drafter_desc *desc
     if (r != RF_OK) return r;
     rf_drafter *o = (rf_drafter *)rfi_alloc(&d.allocator, 1, sizeof *o, "a drafter", err);
     if (!o) return RF_ERR_MEMORY;
-    *o = (rf_drafter){.desc = d, .share = 0.7};
+    *o = (rf_drafter){.desc = d, .share = 0.5};
     *out = o;
     return RF_OK;
 }
@@ -27404,7 +27404,8 @@ static rf_result rfi_draft_model(const rf_drafter *d, int32_t *drafts, uint32_t 
 }
 
 /* How many drafts pay beside n_others rows: with share a accepted, k drafts give 1 + a + ... + a^k tokens for the time
- * of a step. A step now and then measures what there is without drafts, or what one draft costs. */
+ * of a step. They must gain 3 %, as times are noisy. A step now and then measures what there is without drafts, or what
+ * one draft costs. */
 static uint32_t rfi_drafter_count(const rf_drafter *d, const rfi_draft_costs *c, uint32_t n_others, uint32_t max) {
     uint32_t best = 0;
     double rate = 0, tokens = n_others, share = 1;
@@ -27413,7 +27414,7 @@ static uint32_t rfi_drafter_count(const rf_drafter *d, const rfi_draft_costs *c,
     for (uint32_t k = 0; k <= max; k++, share *= d->share) {
         tokens += share;
         const double per_second = tokens / (c->plain + k * c->per_draft);
-        if (per_second > rate) rate = per_second, best = k;
+        if (per_second > rate * (best || k == 0 ? 1 : 1.03)) rate = per_second, best = k;
     }
     return best || max == 0 || c->n_plain < 32 ? best : 1;
 }
@@ -27436,6 +27437,7 @@ static rf_result rfi_drafter_propose(rf_drafter *d, int32_t n_vocab, int32_t *dr
 static void rfi_draft_costs_learn(rfi_draft_costs *c, uint32_t n, double seconds) {
     c->n_plain = n ? 0 : c->n_plain + 1;
     c->n_drafting = n ? c->n_drafting + 1 : 0;
+    if (c->plain <= 0) c->per_draft = seconds / 4; /* until it is measured */
     if (n == 0) c->plain += (c->plain > 0 ? 0.25 : 1) * (seconds - c->plain);
     else c->per_draft += 0.25 * ((seconds > c->plain ? seconds - c->plain : 0) / n - c->per_draft);
 }
@@ -27446,7 +27448,10 @@ static void rfi_drafter_learn(rf_drafter *d, uint32_t n, uint32_t n_accepted) {
     d->stats.drafted += n;
     d->stats.accepted += n_accepted;
     d->stats.tokens += n_accepted + 1ull;
-    for (uint32_t i = 0; i < n && i <= n_accepted; i++) d->share += 0.1 * ((i < n_accepted) - d->share);
+    for (uint32_t i = 0; i < n && i <= n_accepted; i++) {
+        const double part = d->stats.drafted < 10 ? 0.25 : 0.1;
+        d->share += part * ((i < n_accepted) - d->share);
+    }
 }
 
 /* ==== 13f Continuous batching ========================================================================= >>scheduler
