@@ -39,6 +39,7 @@
  * Recipes: what to look up for
  *   text from a prompt                 rf_generate: the program above
  *   a device or a model of your own    rf_gguf_open, rf_device_open, rf_model_open, rf_session_open; each has its close
+ *   several GPUs                       rf_device_open("hip:0,1"), "hip:all", "hip:0,cpu"
  *   chat                               rf_generate with messages (rf_chat); rocmforge_cli chat
  *   tools, thinking on or off          fields of rf_chat and rf_chat_message; rf_generate gives out thoughts and calls
  *   a template of your own             rf_chat_template_open
@@ -81,7 +82,7 @@
  *    1 >>api          what you call                          8 >>model     hyperparameters
  *    2 >>device-api   ops, plans, what a device is           9 >>plan      the model as data: op emitters
  *    3 >>base         memory, checked arithmetic, errors    10 >>kernels >>cpu    the CPU's kernels, the CPU device
- *    4 >>sync         once-cell, thread pool                11 >>null      the device that only checks
+ *    4 >>sync         once-cell, thread pool                11 >>null >>group    checks only; several devices
  *    5 >>gguf         the file format                       12 >>session   the forward pass
  *    6 >>quant        tensor types                          13 >>token >>json >>jinja >>template
  *    7 >>tensor >>loader >>stream >>experts >>budget >>store    13 >>grammar >>sample >>draft >>scheduler
@@ -448,7 +449,10 @@ ROCMFORGE_API rf_result rf_device_list(rf_device_info *out, uint32_t capacity, u
 
 /* Open a device.
  *   name  in   "auto" or NULL (the first usable GPU, else the CPU; rf_device_get_info says which and, in note, why
- *              not a GPU), "cpu", "null", "hip:N" (also NVIDIA)
+ *              not a GPU), "cpu", "null", "hip:N" (also NVIDIA); or several as one: "hip:0,1", "hip:all" (all usable
+ *              GPUs), "hip:0,cpu". Each has consecutive layers: GPUs in proportion to their free memory, the CPU
+ *              what does not fit on them. Sums are the same as on one device. At most 16; the name has at most 63
+ *              bytes. A failure names the member
  *   desc  in   NULL = defaults;   out  receives the object, NULL on failure
  * Returns RF_OK; RF_ERR_NOT_FOUND (no such device: the text lists what there is); RF_ERR_DEVICE; RF_ERR_MEMORY.
  * Memory: the CPU device keeps n_threads - 1 sleeping threads.   Threads any; the object may be shared. */
@@ -2262,6 +2266,7 @@ typedef struct rf_weight_layout {
     uint64_t scratch_bytes; /* device memory needed while writing, for repacking */
     uint32_t align;
     uint32_t in_place;
+    uint32_t place;         /* weights of different places are written to different rf_mems, where possible */
 } rf_weight_layout;
 
 /* Rows [row0, row0 + n_rows) of a weight to upload. src is pinned host memory, or the device copies it before
@@ -2320,7 +2325,7 @@ typedef struct rf_session_stats {
                               0: not all are timed yet                                                      */
 } rf_session_stats;
 
-#define RF_DEVICE_API_VERSION 8u
+#define RF_DEVICE_API_VERSION 9u
 
 /* The table of a device. Every entry may be called from any thread and leaves the thread's current device as it was.
  * Failures return a code and fill err; a device that is gone for good says so in device_info.lost. Asynchronous work
@@ -2348,7 +2353,7 @@ typedef struct rf_device_api {
     /* weights: a table of the plan's slots; a slot is empty until the write of its matrix's last row */
     rf_result (*table_create)(rf_dev *d, const rf_plan *plan, rf_table **out, rf_error *err);
     void (*table_release)(rf_table *t);
-    rf_weight_layout (*weight_layout)(rf_dev *d, const rf_plan_weight *w);
+    rf_weight_layout (*weight_layout)(rf_dev *d, const rf_plan *plan, const rf_plan_weight *w); /* of that plan */
     /* *ticket: src may be reused */
     rf_result (*weight_write)(rf_table *t, rf_queue *q, const rf_weight_part *part, rf_ticket *ticket, rf_error *err);
     void (*weight_clear)(rf_table *t, uint32_t slot); /* no running op uses it */
@@ -5099,6 +5104,7 @@ static rf_result rfi_device_check(const rf_device *d, const char *call, rf_error
 typedef struct rfi_stored {
     const void *mapped;      /* the file's bytes, if the device uses them where they are                     */
     uint32_t align;          /* and their addresses are multiples of this                                    */
+    uint32_t place;          /* rf_weight_layout                                                             */
     uint64_t bytes;          /* of a matrix, on the device or of the mapping                                 */
     struct rfi_expert_layer *expert_layer; /* of experts that can be cached, else NULL                       */
     uint8_t wide;            /* 1: an op of another layer uses it, too (tied embeddings)                     */
@@ -5143,6 +5149,7 @@ typedef struct rfi_slab {
     rf_mem mem;
     uint64_t size_bytes;
     uint32_t n_bound; /* tensors in it */
+    uint32_t place;   /* of its tensors: rf_weight_layout */
     int creating;
 } rfi_slab;
 
@@ -5463,10 +5470,12 @@ static void rfi_memory_place(rfi_store *s, uint32_t from, uint64_t target) { /* 
         uint64_t size = m->n_slabs ? m->slabs[at].size_bytes : target;
         /* a slab that is cut in halves must not stay as large as it was */
         int full = from == RF_NONE ? size >= target : size && size + stored->bytes > target;
+        if (size && m->slabs[at].place != stored->place) full = 1;
         if (full && m->n_slabs < RFI_MAX_SLABS) {
             at = m->n_slabs++;
             memset(&m->slabs[at], 0, sizeof m->slabs[at]);
         }
+        m->slabs[at].place = stored->place;
         t->slab = at;
         t->offset = m->slabs[at].size_bytes;
         m->slabs[at].size_bytes += stored->bytes;
@@ -7012,12 +7021,13 @@ static void rfi_weight_describe(rfi_store *s, uint32_t weight) {
     const rf_plan_weight *w = &s->plan.weights[weight];
     rfi_stored *stored = &s->stored[weight];
     const uint64_t n = rf_plan_weight_matrices(w);
-    const rf_weight_layout layout = s->device->api->weight_layout(s->device->dev, w);
+    const rf_weight_layout layout = s->device->api->weight_layout(s->device->dev, &s->plan, w);
     const rf_tensor_info first = rfi_weight_info(s->g, w, 0);
     const void *map = layout.in_place ? rfi_gguf_map(s->g, &first) : NULL;
     const uintptr_t odd = ((uintptr_t)map | (n > 1 ? (uintptr_t)w->size_bytes : 0)) & (layout.align - 1);
     stored->mapped = map;
     stored->align = layout.align;
+    stored->place = layout.place;
     stored->bytes = (layout.size_bytes + 255) & ~(uint64_t)255;
     s->in_place |= map != NULL;
     s->total_bytes += n * w->size_bytes;
@@ -15168,8 +15178,9 @@ static void rfi_cpu_table_release(rf_table *table) {
     rfi_free(&alloc, t);
 }
 
-static rf_weight_layout rfi_cpu_weight_layout(rf_dev *d, const rf_plan_weight *w) {
+static rf_weight_layout rfi_cpu_weight_layout(rf_dev *d, const rf_plan *plan, const rf_plan_weight *w) {
     RFI_UNUSED(d);
+    RFI_UNUSED(plan);
     return (rf_weight_layout){.size_bytes = w->size_bytes, .align = 4, .in_place = 1};
 }
 
@@ -15821,8 +15832,9 @@ static void rfi_null_table_release(rf_table *table) {
     atomic_fetch_sub(&dev->n_live, 1);
 }
 
-static rf_weight_layout rfi_null_weight_layout(rf_dev *d, const rf_plan_weight *w) {
+static rf_weight_layout rfi_null_weight_layout(rf_dev *d, const rf_plan *plan, const rf_plan_weight *w) {
     RFI_UNUSED(d);
+    RFI_UNUSED(plan);
     return (rf_weight_layout){.size_bytes = w->size_bytes, .align = 1};
 }
 
@@ -15966,7 +15978,8 @@ static rf_result rfi_null_plan_run(rf_prepared *prepared, rf_queue *q, uint32_t 
     if (r == RF_OK) r = rfi_null_check_rows(p, step, err);
     if (r == RF_OK && (first > last || last > p->n_segments))
         r = rfi_fail(err, RF_ERR_ARGUMENT, first, "null: segments %u to %u of %u", first, last, p->n_segments);
-    if (r == RF_OK && first == 0) memset(p->written, 0, p->bind.plan->n_buffers);
+    if (r == RF_OK && first == 0) /* a group's later member begins with what the ones before it wrote */
+        memset(p->written, p->bind.plan->ops[0].layer > 0, p->bind.plan->n_buffers);
     for (uint32_t i = r == RF_OK ? p->segments[first] : 0; r == RF_OK && i < p->segments[last]; i++)
         r = rfi_null_run_op(p, i, err);
     return r;
@@ -16017,6 +16030,814 @@ static const rf_device_api rfi_null_api = {
     .times = rfi_null_times,
 };
 
+
+/* ==== 11b Groups of devices =========================================================================== >>group
+ * Several devices of one host as one: "hip:0,1". A group is a device whose table calls its members'. Each member runs
+ * consecutive layers, with their weights and states; a cut is where a member's ops begin. The cuts are a function of
+ * the plan and of the memory that was free when the group was opened, so that all calls agree on them. Each member has
+ * the whole scratch memory; before its first op it copies the buffers that the members before it wrote and that it or a
+ * later one reads. */
+
+#define RFI_MEMBERS 16u
+#define RFI_GROUP_TICKETS 64u /* of a queue, that are remembered */
+
+typedef struct rfi_member {
+    char name[24];
+    const rf_device_api *api;
+    rf_dev *dev;
+    uint64_t free_bytes; /* when it was opened */
+    uint32_t is_gpu;
+} rfi_member;
+
+typedef struct rfi_group {
+    rf_allocator alloc;
+    char name[64];
+    uint32_t n;
+    rfi_member members[RFI_MEMBERS];
+    pthread_mutex_t lock; /* guards what blocks have of members' memory */
+} rfi_group;
+
+/* Bytes [begin, end) of a block are on one member, from byte `at` of its memory on. */
+typedef struct rfi_group_piece {
+    uint64_t begin, end, at;
+    uint32_t member;
+} rfi_group_piece;
+
+/* A block of memory. Members get theirs when it is first used there: of all bytes, or of their pieces. */
+typedef struct rfi_group_mem {
+    uint64_t size_bytes;
+    rf_mem mem[RFI_MEMBERS];
+    rfi_group_piece *pieces; /* in ascending order; NULL: each member that has memory has all bytes */
+    uint32_t n_pieces;
+} rfi_group_mem;
+
+typedef struct rfi_group_table {
+    rfi_group *g;
+    const rf_plan *plan;
+    uint32_t *users; /* [n_weights] bit m: member m uses it */
+    rf_table *tables[RFI_MEMBERS];
+} rfi_group_table;
+
+/* A ticket of the group stands for all that the members' queues were given before it. */
+typedef struct rfi_group_queue {
+    rfi_group *g;
+    rf_queue *queues[RFI_MEMBERS];
+    uint32_t current; /* the member whose ops ran last: its scratch memory is read */
+    pthread_mutex_t lock; /* guards what follows */
+    uint64_t issued;
+    rf_ticket last[RFI_MEMBERS];
+    rf_ticket tickets[RFI_GROUP_TICKETS][RFI_MEMBERS];
+} rfi_group_queue;
+
+typedef struct rfi_group_plan {
+    rfi_group *g;
+    rf_plan_bind bind;
+    uint32_t cuts[RFI_MEMBERS + 1];     /* ops of member m: [cuts[m], cuts[m + 1]) */
+    uint32_t segments[RFI_MEMBERS + 1]; /* likewise                                */
+    rf_plan plans[RFI_MEMBERS];
+    rf_prepared *prepared[RFI_MEMBERS]; /* NULL: it has no ops                     */
+    uint64_t *state_offset;             /* [n_states] in the memory of the state's member */
+    uint8_t *enters;                    /* [n][n_buffers] 1: member m takes it from the one before */
+    void *bounce;                       /* host memory for a buffer; NULL: all members can copy from each other */
+} rfi_group_plan;
+
+static rfi_group *rfi_group_of(rf_dev *d) { return (rfi_group *)(void *)d; }
+static rfi_group_mem *rfi_group_mem_of(const rf_mem *mem) { return (rfi_group_mem *)mem->base; }
+static rfi_group_table *rfi_group_table_of(rf_table *t) { return (rfi_group_table *)(void *)t; }
+static rfi_group_queue *rfi_group_queue_of(rf_queue *q) { return (rfi_group_queue *)(void *)q; }
+static rfi_group_plan *rfi_group_plan_of(const rf_prepared *p) { return (rfi_group_plan *)(uintptr_t)p; }
+
+/* A call of a member failed: its name comes first in the text. */
+static rf_result rfi_group_fail(const rfi_member *m, rf_error *why, rf_error *err) {
+    const size_t n = strlen(m->name), room = sizeof why->text - n - 3;
+    if (strncmp(why->text, m->name, n) != 0) {
+        why->text[room] = 0;
+        memmove(why->text + n + 2, why->text, strlen(why->text) + 1);
+        memcpy(why->text, m->name, n);
+        memcpy(why->text + n, ": ", 2);
+    }
+    return rfi_fail_with(err, why);
+}
+
+/* Call an entry of member m, if r is RF_OK, with an error of its own as the last argument. */
+#define RFI_MEMBER(r, m, call, err)                                \
+    do {                                                           \
+        rf_error why = {0};                                        \
+        if ((r) == RF_OK) {                                        \
+            (r) = (m)->api->call;                                  \
+            if ((r) != RF_OK) (r) = rfi_group_fail(m, &why, err);  \
+        }                                                          \
+    } while (0)
+
+/* ---- which member runs what ---- */
+
+static uint64_t rfi_group_op_bytes(const rf_plan *plan, const rf_op *op) {
+    const uint32_t ids[RF_OP_WEIGHTS] = {op->weight, op->bias, op->factor};
+    uint64_t n = 0;
+    for (uint32_t k = 0; k < RF_OP_WEIGHTS; k++)
+        if (ids[k] != RF_NONE) n += plan->weights[ids[k]].size_bytes * rf_plan_weight_matrices(&plan->weights[ids[k]]);
+    return n;
+}
+
+/* Bytes of weights for each member: GPUs share what they can hold (an eighth stays for caches) as their free memory is,
+ * others have the rest. Without GPUs all have the same. */
+static void rfi_group_shares(const rfi_group *g, uint64_t bytes, double *share) {
+    double gpus = 0, others = 0;
+    for (uint32_t m = 0; m < g->n; m++)
+        if (g->members[m].is_gpu) gpus += (double)g->members[m].free_bytes;
+        else others++;
+    const double held = others == 0 || gpus * 7 / 8 > (double)bytes ? (double)bytes : gpus * 7 / 8;
+    for (uint32_t m = 0; m < g->n; m++) {
+        const rfi_member *member = &g->members[m];
+        if (gpus <= 0) share[m] = (double)bytes / g->n;
+        else if (member->is_gpu) share[m] = held * (double)member->free_bytes / gpus;
+        else share[m] = ((double)bytes - held) / others;
+    }
+}
+
+/* Where the members' ops begin: at the layers nearest to their shares. No state is used on both sides of a cut. A plan
+ * that comes back to a layer is not cut. */
+static void rfi_group_cut(const rfi_group *g, const rf_plan *plan, uint32_t *cuts) {
+    double share[RFI_MEMBERS], end[RFI_MEMBERS], best[RFI_MEMBERS];
+    uint64_t bytes = 0;
+    int32_t lowest = INT32_MAX; /* layer of the ops from i on, and of their states */
+    int returns = 0;
+    for (uint32_t i = 0; i < plan->n_ops; i++) bytes += rfi_group_op_bytes(plan, &plan->ops[i]);
+    rfi_group_shares(g, bytes, share);
+    for (uint32_t m = 0; m < g->n; m++) {
+        end[m] = share[m] + (m ? end[m - 1] : 0);
+        best[m] = (double)bytes - end[m];
+        cuts[m + 1] = end[m] < best[m] ? 0 : plan->n_ops;
+        if (end[m] < best[m]) best[m] = end[m];
+    }
+    cuts[0] = 0, cuts[g->n] = plan->n_ops;
+    for (uint32_t i = plan->n_ops; i-- > 1;) {
+        const rf_op *op = &plan->ops[i];
+        bytes -= rfi_group_op_bytes(plan, op);
+        returns |= op[-1].layer > op->layer;
+        if (op->state < plan->n_states && (int32_t)plan->states[op->state].layer < lowest)
+            lowest = (int32_t)plan->states[op->state].layer;
+        if (op->layer == op[-1].layer || op->layer < 1 || op->layer >= (int32_t)plan->n_layers || lowest < op->layer)
+            continue;
+        for (uint32_t m = 0; m + 1 < g->n; m++) {
+            const double off = fabs((double)bytes - end[m]);
+            if (off < best[m]) best[m] = off, cuts[m + 1] = i;
+        }
+    }
+    for (uint32_t m = 1; returns && m <= g->n; m++) cuts[m] = plan->n_ops;
+}
+
+/* Bit m for each member that uses a weight. */
+static uint32_t rfi_group_users(const rfi_group *g, const rf_plan *plan, const uint32_t *cuts, uint32_t weight) {
+    uint32_t users = 0;
+    for (uint32_t m = 0; m < g->n; m++)
+        for (uint32_t i = cuts[m]; i < cuts[m + 1] && !(users >> m & 1); i++) {
+            const rf_op *op = &plan->ops[i];
+            if (op->weight == weight || op->bias == weight || op->factor == weight) users |= 1u << m;
+        }
+    return users;
+}
+
+/* Which buffers ops from `begin` on read before they write them. */
+static void rfi_group_find_entering(const rf_plan *plan, uint32_t begin, uint8_t *enters) {
+    enum { UNSEEN, ENTERS, WRITTEN };
+    memset(enters, UNSEEN, plan->n_buffers);
+    for (uint32_t i = begin; i < plan->n_ops; i++) {
+        const rf_op *op = &plan->ops[i];
+        const uint32_t in[4] = {op->in, op->in2, op->in3, op->flags & RF_OP_ACCUMULATE ? op->out : RF_NONE};
+        for (uint32_t k = 0; k < 4; k++)
+            if (in[k] != RF_NONE && enters[in[k]] == UNSEEN) enters[in[k]] = ENTERS;
+        if (op->out != RF_NONE && enters[op->out] == UNSEEN) enters[op->out] = WRITTEN;
+    }
+    for (uint32_t i = 0; i < plan->n_buffers; i++) enters[i] = enters[i] == ENTERS;
+}
+
+/* ---- open and close ---- */
+
+static void rfi_group_close(rf_dev *d) {
+    rfi_group *g = rfi_group_of(d);
+    rf_allocator alloc = g->alloc;
+    for (uint32_t m = 0; m < g->n; m++) g->members[m].api->device_close(g->members[m].dev);
+    pthread_mutex_destroy(&g->lock);
+    rfi_free(&alloc, g);
+}
+
+/* What all members have together; the rest is the first one's. */
+static rf_result rfi_group_info(rf_dev *d, rf_device_info *out, rf_error *err) {
+    rfi_group *g = rfi_group_of(d);
+    rf_device_info one;
+    rf_result r = RF_OK;
+    memset(out, 0, sizeof *out);
+    for (uint32_t m = 0; r == RF_OK && m < g->n; m++) {
+        memset(&one, 0, sizeof one);
+        RFI_MEMBER(r, &g->members[m], device_info(g->members[m].dev, &one, &why), err);
+        if (m == 0) *out = one;
+        else {
+            out->is_gpu |= one.is_gpu;
+            out->compute_units += one.compute_units;
+            out->total_bytes += one.total_bytes;
+            out->free_bytes += one.free_bytes;
+            out->lost |= one.lost;
+        }
+        if (one.lost) snprintf(out->note, sizeof out->note, "%s is lost", g->members[m].name);
+    }
+    memcpy(out->name, g->name, sizeof out->name);
+    return r;
+}
+
+/* The members' api, name and n are set; a name that is too long is cut. */
+static rf_result rfi_group_open(const char *name, const rfi_group *members, const uint32_t *indices,
+                                const rf_device_desc *desc, rf_dev **out, rf_error *err) {
+    rfi_group *g = (rfi_group *)rfi_alloc(&desc->allocator, 1, sizeof *g, "a group of devices", err);
+    rf_result r = RF_OK;
+    if (!g) return RF_ERR_MEMORY;
+    g->alloc = desc->allocator;
+    snprintf(g->name, sizeof g->name, "%s", name);
+    pthread_mutex_init(&g->lock, NULL);
+    for (uint32_t i = 0; r == RF_OK && i < members->n; i++) {
+        rfi_member *m = &g->members[i];
+        rf_device_info info = {0};
+        *m = members->members[i];
+        RFI_MEMBER(r, m, device_open(indices[i], desc, &m->dev, &why), err);
+        if (r == RF_OK) g->n++;
+        RFI_MEMBER(r, m, device_info(m->dev, &info, &why), err);
+        m->free_bytes = info.free_bytes;
+        m->is_gpu = info.is_gpu;
+    }
+    if (r != RF_OK) rfi_group_close((rf_dev *)(void *)g);
+    else *out = (rf_dev *)(void *)g;
+    return r;
+}
+
+/* ---- memory ---- */
+
+/* Host memory is the first member's, a GPU if there is one; the others copy it through staging of their own. */
+static rf_result rfi_group_host_create(rf_dev *d, uint64_t size_bytes, void **out, rf_error *err) {
+    rfi_member *m = rfi_group_of(d)->members;
+    rf_result r = RF_OK;
+    RFI_MEMBER(r, m, host_create(m->dev, size_bytes, out, &why), err);
+    return r;
+}
+static void rfi_group_host_release(rf_dev *d, void *host) {
+    rfi_member *m = rfi_group_of(d)->members;
+    m->api->host_release(m->dev, host);
+}
+
+static rf_result rfi_group_mem_create(rf_dev *d, uint64_t size_bytes, rf_mem *out, rf_error *err) {
+    rfi_group_mem *mem = (rfi_group_mem *)rfi_alloc(&rfi_group_of(d)->alloc, 1, sizeof *mem, "a block of memory", err);
+    if (!mem) return RF_ERR_MEMORY;
+    mem->size_bytes = size_bytes;
+    *out = (rf_mem){mem, size_bytes};
+    return RF_OK;
+}
+
+static void rfi_group_mem_release(rf_dev *d, rf_mem *out) {
+    rfi_group *g = rfi_group_of(d);
+    rfi_group_mem *mem = rfi_group_mem_of(out);
+    for (uint32_t m = 0; m < g->n; m++)
+        if (mem->mem[m].base) g->members[m].api->mem_release(g->members[m].dev, &mem->mem[m]);
+    rfi_free(&g->alloc, mem->pieces);
+    rfi_free(&g->alloc, mem);
+    memset(out, 0, sizeof *out);
+}
+
+/* Have a member's memory for a block, at least size_bytes where it is created now. */
+static rf_result rfi_group_mem_have(rfi_group *g, rfi_group_mem *mem, uint32_t m, uint64_t size_bytes, rf_error *err) {
+    rfi_member *member = &g->members[m];
+    rf_result r = RF_OK;
+    pthread_mutex_lock(&g->lock);
+    if (!mem->mem[m].base) RFI_MEMBER(r, member, mem_create(member->dev, size_bytes, &mem->mem[m], &why), err);
+    pthread_mutex_unlock(&g->lock);
+    return r;
+}
+
+/* 1 if member m has the byte at `offset`; *at: where. */
+static int rfi_group_mem_at(rfi_group_mem *mem, uint32_t m, uint64_t offset, rf_mem_at *at) {
+    *at = (rf_mem_at){&mem->mem[m], offset};
+    if (!mem->mem[m].base) return 0;
+    for (uint32_t i = 0; i < mem->n_pieces; i++) {
+        const rfi_group_piece *p = &mem->pieces[i];
+        if (offset < p->begin || offset >= p->end) continue;
+        at->offset = p->at + (offset - p->begin);
+        return p->member == m;
+    }
+    return mem->n_pieces == 0;
+}
+
+/* ---- queues ---- */
+
+static void rfi_group_queue_release(rf_queue *queue) {
+    rfi_group_queue *q = rfi_group_queue_of(queue);
+    rfi_group *g = q->g;
+    for (uint32_t m = 0; m < g->n; m++)
+        if (q->queues[m]) g->members[m].api->queue_release(q->queues[m]);
+    pthread_mutex_destroy(&q->lock);
+    rfi_free(&g->alloc, q);
+}
+
+static rf_result rfi_group_queue_create(rf_dev *d, rf_queue **out, rf_error *err) {
+    rfi_group *g = rfi_group_of(d);
+    rfi_group_queue *q = (rfi_group_queue *)rfi_alloc(&g->alloc, 1, sizeof *q, "a queue", err);
+    rf_result r = RF_OK;
+    if (!q) return RF_ERR_MEMORY;
+    q->g = g;
+    pthread_mutex_init(&q->lock, NULL);
+    for (uint32_t m = 0; m < g->n; m++)
+        RFI_MEMBER(r, &g->members[m], queue_create(g->members[m].dev, &q->queues[m], &why), err);
+    if (r != RF_OK) rfi_group_queue_release((rf_queue *)(void *)q);
+    else *out = (rf_queue *)(void *)q;
+    return r;
+}
+
+/* A member's queue was given work that ends at ticket t. */
+static void rfi_group_note(rfi_group_queue *q, uint32_t m, const rf_ticket *t) {
+    pthread_mutex_lock(&q->lock);
+    if (t->value > q->last[m].value) q->last[m] = *t;
+    pthread_mutex_unlock(&q->lock);
+}
+
+/* The group's ticket for all that was noted. */
+static rf_result rfi_group_ticket(rfi_group_queue *q, rf_result r, rf_ticket *ticket) {
+    memset(ticket, 0, sizeof *ticket);
+    if (r != RF_OK) return r;
+    pthread_mutex_lock(&q->lock);
+    memcpy(q->tickets[++q->issued % RFI_GROUP_TICKETS], q->last, sizeof q->last);
+    *ticket = (rf_ticket){(rf_queue *)(void *)q, q->issued};
+    pthread_mutex_unlock(&q->lock);
+    return RF_OK;
+}
+
+/* The members' tickets. For one that is forgotten: the oldest known, which are later. */
+static rfi_group_queue *rfi_group_tickets(const rf_ticket *ticket, rf_ticket *out) {
+    if (!ticket->queue || ticket->value == 0) return NULL;
+    rfi_group_queue *q = rfi_group_queue_of(ticket->queue);
+    pthread_mutex_lock(&q->lock);
+    const uint64_t oldest = q->issued < RFI_GROUP_TICKETS ? 1 : q->issued - RFI_GROUP_TICKETS + 1;
+    memcpy(out, q->tickets[rfi_max_u64(ticket->value, oldest) % RFI_GROUP_TICKETS], sizeof q->last);
+    pthread_mutex_unlock(&q->lock);
+    return q;
+}
+
+static int rfi_group_ticket_done(const rf_ticket *ticket) {
+    rf_ticket t[RFI_MEMBERS];
+    const rfi_group_queue *q = rfi_group_tickets(ticket, t);
+    int done = 1;
+    for (uint32_t m = 0; q && m < q->g->n; m++) done &= q->g->members[m].api->ticket_done(&t[m]);
+    return done;
+}
+
+/* Waits for all members, also after a failure of one. */
+static rf_result rfi_group_ticket_wait(const rf_ticket *ticket, uint32_t timeout_ms, rf_error *err) {
+    rf_ticket t[RFI_MEMBERS];
+    const rfi_group_queue *q = rfi_group_tickets(ticket, t);
+    rf_result first = RF_OK;
+    for (uint32_t m = 0; q && m < q->g->n; m++) {
+        rf_result r = RF_OK;
+        RFI_MEMBER(r, &q->g->members[m], ticket_wait(&t[m], timeout_ms, &why), err);
+        if (first == RF_OK) first = r;
+    }
+    return first;
+}
+
+static rf_result rfi_group_queue_after(rf_queue *queue, const rf_ticket *ticket, rf_error *err) {
+    rf_ticket t[RFI_MEMBERS];
+    rfi_group_queue *q = rfi_group_queue_of(queue);
+    const rfi_group_queue *other = rfi_group_tickets(ticket, t);
+    rf_result r = RF_OK;
+    for (uint32_t m = 0; other && m < q->g->n; m++)
+        RFI_MEMBER(r, &q->g->members[m], queue_after(q->queues[m], &t[m], &why), err);
+    return r;
+}
+
+/* ---- copies ---- */
+
+/* Do `call`, which gives ticket t and uses the place `at`, on each member m that has the byte at `offset` of `block`.
+ * Memory that nobody has yet becomes the first member's. */
+#define RFI_GROUP_EACH(block, offset, call)                                                          \
+    rfi_group_queue *q = rfi_group_queue_of(queue);                                                  \
+    rfi_group *g = q->g;                                                                             \
+    rfi_group_mem *mem = rfi_group_mem_of(block);                                                    \
+    rf_result r = rfi_group_mem_used(g, mem, err);                                                   \
+    for (uint32_t m = 0; m < g->n; m++) {                                                            \
+        rf_mem_at at;                                                                                \
+        rf_ticket t = {0};                                                                           \
+        if (!rfi_group_mem_at(mem, m, offset, &at)) continue;                                        \
+        RFI_MEMBER(r, &g->members[m], call, err);                                                    \
+        rfi_group_note(q, m, &t);                                                                    \
+    }
+
+static rf_result rfi_group_mem_used(rfi_group *g, rfi_group_mem *mem, rf_error *err) {
+    for (uint32_t m = 0; m < g->n; m++)
+        if (mem->mem[m].base) return RF_OK;
+    return rfi_group_mem_have(g, mem, 0, mem->size_bytes, err);
+}
+
+static rf_result rfi_group_mem_write(rf_queue *queue, const rf_mem *dst, uint64_t offset, const void *src, uint64_t n,
+                                     rf_ticket *ticket, rf_error *err) {
+    RFI_GROUP_EACH(dst, offset, mem_write(q->queues[m], at.mem, at.offset, src, n, &t, &why))
+    return rfi_group_ticket(q, r, ticket);
+}
+
+static rf_result rfi_group_mem_fill(rf_queue *queue, const rf_mem *dst, uint64_t offset, uint8_t value, uint64_t n,
+                                    rf_ticket *ticket, rf_error *err) {
+    RFI_GROUP_EACH(dst, offset, mem_fill(q->queues[m], at.mem, at.offset, value, n, &t, &why))
+    return rfi_group_ticket(q, r, ticket);
+}
+
+/* Where only one member can serve: the current one if it has the byte, else the first that has it. */
+static uint32_t rfi_group_reader(const rfi_group_queue *q, rfi_group_mem *mem, uint64_t offset) {
+    rf_mem_at at;
+    uint32_t m = q->current;
+    if (rfi_group_mem_at(mem, m, offset, &at)) return m;
+    for (m = 0; m + 1 < q->g->n && !rfi_group_mem_at(mem, m, offset, &at);) m++;
+    return m;
+}
+
+static rf_result rfi_group_mem_read(rf_queue *queue, const rf_mem *src, uint64_t offset, void *dst, uint64_t n,
+                                    rf_ticket *ticket, rf_error *err) {
+    rfi_group_queue *q = rfi_group_queue_of(queue);
+    rfi_group_mem *mem = rfi_group_mem_of(src);
+    rf_result r = rfi_group_mem_used(q->g, mem, err);
+    const uint32_t m = rfi_group_reader(q, mem, offset);
+    rf_mem_at at;
+    rf_ticket t = {0};
+    rfi_group_mem_at(mem, m, offset, &at);
+    if (n == 0) return rfi_group_ticket(q, r, ticket); /* perhaps at the end of the block */
+    RFI_MEMBER(r, &q->g->members[m], mem_read(q->queues[m], at.mem, at.offset, dst, n, &t, &why), err);
+    rfi_group_note(q, m, &t);
+    return rfi_group_ticket(q, r, ticket);
+}
+
+/* On each member that has both places, as sequences of one state have. */
+static rf_result rfi_group_mem_copy(rf_queue *queue, rf_mem_at dst, rf_mem_at src, uint64_t n, rf_ticket *ticket,
+                                    rf_error *err) {
+    rfi_group_queue *q = rfi_group_queue_of(queue);
+    rf_result r = rfi_group_mem_used(q->g, rfi_group_mem_of(src.mem), err);
+    if (r == RF_OK) r = rfi_group_mem_used(q->g, rfi_group_mem_of(dst.mem), err);
+    uint32_t n_copies = 0;
+    for (uint32_t m = 0; m < q->g->n; m++) {
+        rf_mem_at to, from;
+        rf_ticket t = {0};
+        if (!rfi_group_mem_at(rfi_group_mem_of(dst.mem), m, dst.offset, &to) ||
+            !rfi_group_mem_at(rfi_group_mem_of(src.mem), m, src.offset, &from))
+            continue;
+        n_copies++;
+        RFI_MEMBER(r, &q->g->members[m], mem_copy(q->queues[m], to, from, n, &t, &why), err);
+        rfi_group_note(q, m, &t);
+    }
+    if (r == RF_OK && n_copies == 0 && n > 0)
+        r = rfi_fail(err, RF_ERR_UNSUPPORTED, dst.offset, "%s: mem_copy from one member to another", q->g->name);
+    return rfi_group_ticket(q, r, ticket);
+}
+
+static rf_result rfi_group_mem_sum(rf_queue *queue, rf_mem_at src, uint64_t n, rf_mem_at sum, rf_ticket *ticket,
+                                   rf_error *err) {
+    rfi_group_queue *q = rfi_group_queue_of(queue);
+    rf_result r = rfi_group_mem_used(q->g, rfi_group_mem_of(src.mem), err);
+    const uint32_t m = rfi_group_reader(q, rfi_group_mem_of(src.mem), src.offset);
+    rf_mem_at from, to;
+    rf_ticket t = {0};
+    if (r == RF_OK) r = rfi_group_mem_have(q->g, rfi_group_mem_of(sum.mem), m, sum.mem->size_bytes, err);
+    rfi_group_mem_at(rfi_group_mem_of(src.mem), m, src.offset, &from);
+    rfi_group_mem_at(rfi_group_mem_of(sum.mem), m, sum.offset, &to);
+    RFI_MEMBER(r, &q->g->members[m], mem_sum(q->queues[m], from, n, to, &t, &why), err);
+    rfi_group_note(q, m, &t);
+    return rfi_group_ticket(q, r, ticket);
+}
+
+/* ---- weights ---- */
+
+static void rfi_group_table_release(rf_table *table) {
+    rfi_group_table *t = rfi_group_table_of(table);
+    for (uint32_t m = 0; m < t->g->n; m++)
+        if (t->tables[m]) t->g->members[m].api->table_release(t->tables[m]);
+    rfi_free(&t->g->alloc, t->users);
+    rfi_free(&t->g->alloc, t);
+}
+
+static rf_result rfi_group_table_create(rf_dev *d, const rf_plan *plan, rf_table **out, rf_error *err) {
+    rfi_group *g = rfi_group_of(d);
+    uint32_t cuts[RFI_MEMBERS + 1];
+    rfi_group_table *t = (rfi_group_table *)rfi_alloc(&g->alloc, 1, sizeof *t, "a weight table", err);
+    if (!t) return RF_ERR_MEMORY;
+    t->g = g;
+    t->plan = plan;
+    t->users = (uint32_t *)rfi_alloc(&g->alloc, plan->n_weights, sizeof *t->users, "a weight table", err);
+    rf_result r = t->users ? RF_OK : RF_ERR_MEMORY;
+    rfi_group_cut(g, plan, cuts);
+    for (uint32_t w = 0; r == RF_OK && w < plan->n_weights; w++) t->users[w] = rfi_group_users(g, plan, cuts, w);
+    for (uint32_t m = 0; m < g->n; m++)
+        RFI_MEMBER(r, &g->members[m], table_create(g->members[m].dev, plan, &t->tables[m], &why), err);
+    if (r != RF_OK) rfi_group_table_release((rf_table *)(void *)t);
+    else *out = (rf_table *)(void *)t;
+    return r;
+}
+
+/* One that suits all members that use it. */
+static rf_weight_layout rfi_group_weight_layout(rf_dev *d, const rf_plan *plan, const rf_plan_weight *w) {
+    const rfi_group *g = rfi_group_of(d);
+    uint32_t cuts[RFI_MEMBERS + 1];
+    rfi_group_cut(g, plan, cuts);
+    rf_weight_layout layout = {.align = 1, .in_place = 1,
+                               .place = rfi_group_users(g, plan, cuts, (uint32_t)(w - plan->weights))};
+    for (uint32_t m = 0; m < g->n; m++) {
+        const rf_weight_layout one = g->members[m].api->weight_layout(g->members[m].dev, plan, w);
+        if (!(layout.place >> m & 1)) continue;
+        layout.size_bytes = rfi_max_u64(layout.size_bytes, one.size_bytes);
+        layout.scratch_bytes = rfi_max_u64(layout.scratch_bytes, one.scratch_bytes);
+        layout.align = (uint32_t)rfi_max_u64(layout.align, one.align);
+        layout.in_place &= one.in_place;
+    }
+    return layout;
+}
+
+static rf_result rfi_group_weight_write(rf_table *table, rf_queue *queue, const rf_weight_part *part,
+                                        rf_ticket *ticket, rf_error *err) {
+    rfi_group_table *table_of = rfi_group_table_of(table);
+    rfi_group_queue *q = rfi_group_queue_of(queue);
+    rfi_group *g = q->g;
+    const uint32_t users = table_of->users[rf_plan_weight_of(table_of->plan, part->slot) - table_of->plan->weights];
+    rf_result r = RF_OK;
+    for (uint32_t m = 0; r == RF_OK && m < g->n; m++) {
+        rf_weight_part own = *part;
+        rf_ticket t = {0};
+        if (!(users >> m & 1)) continue;
+        if (part->mem) r = rfi_group_mem_have(g, rfi_group_mem_of(part->mem), m, part->mem->size_bytes, err);
+        if (r == RF_OK && part->scratch)
+            r = rfi_group_mem_have(g, rfi_group_mem_of(part->scratch), m, part->scratch->size_bytes, err);
+        if (part->mem) own.mem = &rfi_group_mem_of(part->mem)->mem[m];
+        if (part->scratch) own.scratch = &rfi_group_mem_of(part->scratch)->mem[m];
+        RFI_MEMBER(r, &g->members[m], weight_write(table_of->tables[m], q->queues[m], &own, &t, &why), err);
+        rfi_group_note(q, m, &t);
+    }
+    return rfi_group_ticket(q, r, ticket);
+}
+
+static void rfi_group_weight_clear(rf_table *table, uint32_t slot) {
+    rfi_group_table *t = rfi_group_table_of(table);
+    const uint32_t users = t->users[rf_plan_weight_of(t->plan, slot) - t->plan->weights];
+    for (uint32_t m = 0; m < t->g->n; m++)
+        if (users >> m & 1) t->g->members[m].api->weight_clear(t->tables[m], slot);
+}
+
+/* ---- plans ---- */
+
+static rf_result rfi_group_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *op, rf_error *err) {
+    rfi_group *g = rfi_group_of(d);
+    rf_result r = RF_OK;
+    for (uint32_t m = 0; m < g->n; m++)
+        RFI_MEMBER(r, &g->members[m], op_supported(g->members[m].dev, plan, op, &why), err);
+    return r;
+}
+
+/* The plan of the ops [begin, end). */
+static rf_plan rfi_group_part(const rf_plan *plan, uint32_t begin, uint32_t end) {
+    rf_plan part = *plan;
+    part.ops = plan->ops + begin;
+    part.n_ops = end - begin;
+    return part;
+}
+
+/* What the members take, with the scratch memory of all of them but one. */
+static rf_result rfi_group_plan_bytes(rf_dev *d, const rf_plan_bind *bind, uint64_t *bytes, rf_error *err) {
+    rfi_group *g = rfi_group_of(d);
+    uint32_t cuts[RFI_MEMBERS + 1];
+    uint64_t scratch = 0, one = 0;
+    rf_result r = RF_OK;
+    rfi_group_cut(g, bind->plan, cuts);
+    for (uint32_t i = 0; i < bind->plan->n_buffers; i++) {
+        const rf_plan_buffer *b = &bind->plan->buffers[i];
+        scratch += (4ull * b->width * (b->rows == RF_ROWS_LOGITS ? bind->n_logits : bind->n_batch) + 255) / 256 * 256;
+    }
+    *bytes = 0;
+    for (uint32_t m = 0, n = 0; m < g->n; m++) {
+        const rf_plan plan = rfi_group_part(bind->plan, cuts[m], cuts[m + 1]);
+        rf_plan_bind own = *bind;
+        if (plan.n_ops == 0) continue;
+        own.plan = &plan;
+        RFI_MEMBER(r, &g->members[m], plan_bytes(g->members[m].dev, &own, &one, &why), err);
+        *bytes += one + (n++ ? scratch : 0);
+    }
+    return r;
+}
+
+/* Member m can copy from another's memory. */
+static int rfi_group_is_peer(const rfi_group *g, uint32_t m, uint32_t other) {
+    return g->members[m].api == g->members[other].api;
+}
+
+static void rfi_group_plan_release(rf_prepared *prepared) {
+    rfi_group_plan *p = rfi_group_plan_of(prepared);
+    const rf_allocator *alloc = &p->g->alloc;
+    for (uint32_t m = 0; m < p->g->n; m++)
+        if (p->prepared[m]) p->g->members[m].api->plan_release(p->prepared[m]);
+    rfi_free(alloc, p->state_offset);
+    rfi_free(alloc, p->enters);
+    rfi_free(alloc, p->bounce);
+    rfi_free(alloc, p);
+}
+
+/* Give each state a piece of its member's memory. */
+static rf_result rfi_group_place_states(rfi_group_plan *p, rf_error *err) {
+    rfi_group *g = p->g;
+    const rf_plan_bind *bind = &p->bind;
+    rfi_group_mem *mem = rfi_group_mem_of(&bind->state);
+    const uint32_t n = bind->plan->n_states;
+    uint64_t sizes[RFI_MEMBERS] = {0};
+    rf_result r = RF_OK;
+    rfi_free(&g->alloc, mem->pieces); /* of a plan before */
+    mem->pieces = (rfi_group_piece *)rfi_alloc(&g->alloc, rfi_max_u64(n, 1), sizeof *mem->pieces, "states", err);
+    if (!mem->pieces) return RF_ERR_MEMORY;
+    mem->n_pieces = n;
+    for (uint32_t i = 0; i < n; i++) {
+        const uint64_t begin = bind->state_offset[i],
+                       end = i + 1 < n ? bind->state_offset[i + 1] : bind->state.size_bytes;
+        uint32_t m = 0;
+        for (uint32_t k = 0; k < g->n; k++)
+            for (uint32_t op = p->cuts[k]; op < p->cuts[k + 1]; op++)
+                if (bind->plan->ops[op].state == i) m = k;
+        mem->pieces[i] = (rfi_group_piece){begin, end, sizes[m], m};
+        p->state_offset[i] = sizes[m];
+        sizes[m] += end - begin;
+    }
+    for (uint32_t m = 0; r == RF_OK && m < g->n; m++)
+        if (p->cuts[m] < p->cuts[m + 1]) r = rfi_group_mem_have(g, mem, m, rfi_max_u64(sizes[m], 256), err);
+    return r;
+}
+
+static rf_result rfi_group_plan_memory(rfi_group_plan *p, rf_error *err) {
+    rfi_group *g = p->g;
+    const rf_plan *plan = p->bind.plan;
+    uint64_t most = 0;
+    int bounces = 0;
+    p->state_offset = (uint64_t *)rfi_alloc(&g->alloc, rfi_max_u64(plan->n_states, 1), sizeof *p->state_offset,
+                                            "states", err);
+    p->enters = (uint8_t *)rfi_alloc(&g->alloc, g->n, plan->n_buffers, "buffer flags", err);
+    if (!p->state_offset || !p->enters) return RF_ERR_MEMORY;
+    for (uint32_t m = 0; m < g->n; m++) {
+        rfi_group_find_entering(plan, p->cuts[m], p->enters + (uint64_t)m * plan->n_buffers);
+        bounces |= !rfi_group_is_peer(g, m, 0);
+    }
+    for (uint32_t i = 0; i < plan->n_buffers; i++)
+        most = rfi_max_u64(most, 4ull * plan->buffers[i].width * rfi_max_u64(p->bind.n_batch, p->bind.n_logits));
+    if (bounces && !(p->bounce = rfi_alloc(&g->alloc, most, 1, "activations between devices", err)))
+        return RF_ERR_MEMORY;
+    return rfi_group_place_states(p, err);
+}
+
+static rf_result rfi_group_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint32_t *segment_ops,
+                                        uint32_t *n_segments, rf_prepared **out, rf_error *err) {
+    rfi_group *g = rfi_group_of(d);
+    rfi_group_plan *p = (rfi_group_plan *)rfi_alloc(&g->alloc, 1, sizeof *p, "a prepared plan", err);
+    if (!p) return RF_ERR_MEMORY;
+    p->g = g;
+    p->bind = *bind;
+    rfi_group_cut(g, bind->plan, p->cuts);
+    rf_result r = rfi_group_plan_memory(p, err);
+    *n_segments = 0;
+    for (uint32_t m = 0; r == RF_OK && m < g->n; m++) {
+        rf_plan_bind own = *bind;
+        uint32_t n = 0;
+        p->plans[m] = rfi_group_part(bind->plan, p->cuts[m], p->cuts[m + 1]);
+        p->segments[m] = p->segments[m + 1] = *n_segments;
+        if (p->plans[m].n_ops == 0) continue;
+        r = rfi_group_mem_have(g, rfi_group_mem_of(&bind->scratch), m, bind->scratch.size_bytes, err);
+        own.plan = &p->plans[m];
+        own.table = rfi_group_table_of(bind->table)->tables[m];
+        own.scratch = rfi_group_mem_of(&bind->scratch)->mem[m];
+        own.state = rfi_group_mem_of(&bind->state)->mem[m];
+        own.state_offset = p->state_offset;
+        RFI_MEMBER(r, &g->members[m],
+                   plan_prepare(g->members[m].dev, &own, segment_ops + *n_segments, &n, &p->prepared[m], &why), err);
+        for (uint32_t i = 0; r == RF_OK && i < n; i++) segment_ops[*n_segments + i] += p->cuts[m];
+        p->segments[m + 1] = *n_segments += n;
+    }
+    if (r != RF_OK) rfi_group_plan_release((rf_prepared *)(void *)p);
+    else *out = (rf_prepared *)(void *)p;
+    return r;
+}
+
+/* Copy n bytes of scratch memory from one member to another, in the order of both queues. */
+static rf_result rfi_group_hand(rfi_group_plan *p, rfi_group_queue *q, uint32_t from, uint32_t to, uint64_t offset,
+                                uint64_t n, rf_error *err) {
+    rfi_member *a = &p->g->members[from], *b = &p->g->members[to];
+    const rf_mem *mem = rfi_group_mem_of(&p->bind.scratch)->mem;
+    rf_ticket t = {0};
+    rf_result r = RF_OK;
+    if (rfi_group_is_peer(p->g, to, from)) {
+        RFI_MEMBER(r, b, mem_copy(q->queues[to], (rf_mem_at){&mem[to], offset}, (rf_mem_at){&mem[from], offset}, n, &t,
+                                  &why), err);
+    } else {
+        RFI_MEMBER(r, a, mem_read(q->queues[from], &mem[from], offset, p->bounce, n, &t, &why), err);
+        RFI_MEMBER(r, a, ticket_wait(&t, RFI_WAIT_MS, &why), err);
+        t = (rf_ticket){0};
+        RFI_MEMBER(r, b, mem_write(q->queues[to], &mem[to], offset, p->bounce, n, &t, &why), err);
+    }
+    rfi_group_note(q, to, &t);
+    return r;
+}
+
+/* Member `to` takes what enters it from the one that ran before. */
+static rf_result rfi_group_enter(rfi_group_plan *p, rfi_group_queue *q, uint32_t from, uint32_t to,
+                                 const rf_step *step, rf_error *err) {
+    rfi_member *a = &p->g->members[from], *b = &p->g->members[to];
+    const int peers = rfi_group_is_peer(p->g, to, from);
+    rf_result r = RF_OK;
+    if (peers) RFI_MEMBER(r, b, queue_after(q->queues[to], &q->last[from], &why), err);
+    for (uint32_t i = 0; r == RF_OK && i < p->bind.plan->n_buffers; i++) {
+        const rf_plan_buffer *buffer = &p->bind.plan->buffers[i];
+        const int logits = buffer->rows == RF_ROWS_LOGITS;
+        const uint64_t row = 4ull * buffer->width, n = row * (logits ? step->n_logits : step->n_rows);
+        if (n == 0 || !p->enters[(uint64_t)to * p->bind.plan->n_buffers + i]) continue;
+        r = rfi_group_hand(p, q, from, to, p->bind.buffer_offset[i] + (logits ? row * step->first_logits_row : 0), n,
+                           err);
+    }
+    if (peers) RFI_MEMBER(r, a, queue_after(q->queues[from], &q->last[to], &why), err);
+    return r;
+}
+
+static rf_result rfi_group_plan_run(rf_prepared *prepared, rf_queue *queue, uint32_t first, uint32_t last,
+                                    const rf_step *step, rf_ticket *ticket, rf_error *err) {
+    rfi_group_plan *p = rfi_group_plan_of(prepared);
+    rfi_group_queue *q = rfi_group_queue_of(queue);
+    rf_result r = RF_OK;
+    for (uint32_t m = 0; r == RF_OK && m < p->g->n; m++) {
+        const uint32_t begin = p->segments[m], end = p->segments[m + 1];
+        const uint32_t from = first > begin ? first : begin, to = last < end ? last : end;
+        rf_ticket t = {0};
+        if (from >= to) continue;
+        if (from == begin && begin > 0) r = rfi_group_enter(p, q, q->current, m, step, err);
+        RFI_MEMBER(r, &p->g->members[m],
+                   plan_run(p->prepared[m], q->queues[m], from - begin, to - begin, step, &t, &why), err);
+        rfi_group_note(q, m, &t);
+        q->current = m;
+    }
+    const rf_result ran = rfi_group_ticket(q, RF_OK, ticket); /* what was submitted runs, also after a failure */
+    return r == RF_OK ? ran : r;
+}
+
+/* Launches of all members; the launch configs are the first one's. */
+static rf_session_stats rfi_group_plan_stats(const rf_prepared *prepared) {
+    const rfi_group_plan *p = rfi_group_plan_of(prepared);
+    rf_session_stats all = {0};
+    for (uint32_t m = p->g->n; m-- > 0;) {
+        if (!p->prepared[m]) continue;
+        rf_session_stats one = p->g->members[m].api->plan_stats(p->prepared[m]);
+        one.launches += all.launches;
+        one.submissions += all.submissions;
+        all = one;
+    }
+    return all;
+}
+
+static rf_result rfi_group_times(rf_prepared *prepared, float *us, uint32_t n, rf_error *err) {
+    rfi_group_plan *p = rfi_group_plan_of(prepared);
+    rf_result r = RF_OK;
+    for (uint32_t m = 0; m < p->g->n; m++) {
+        const uint32_t begin = p->cuts[m], end = p->cuts[m + 1];
+        if (!p->prepared[m] || (us && begin >= n)) continue;
+        RFI_MEMBER(r, &p->g->members[m], times(p->prepared[m], us ? us + begin : NULL,
+                                               us ? (end < n ? end : n) - begin : n, &why), err);
+    }
+    return r;
+}
+
+/* rf_device_open opens groups: they are not in a list, and have names, not indices. */
+static const rf_device_api rfi_group_api = {
+    .size_bytes = sizeof(rf_device_api),
+    .version = RF_DEVICE_API_VERSION,
+    .op_bytes = sizeof(rf_op),
+    .step_bytes = sizeof(rf_step),
+    .name = "group",
+    .device_close = rfi_group_close,
+    .device_info = rfi_group_info,
+    .host_create = rfi_group_host_create,
+    .host_release = rfi_group_host_release,
+    .mem_create = rfi_group_mem_create,
+    .mem_release = rfi_group_mem_release,
+    .queue_create = rfi_group_queue_create,
+    .queue_release = rfi_group_queue_release,
+    .table_create = rfi_group_table_create,
+    .table_release = rfi_group_table_release,
+    .weight_layout = rfi_group_weight_layout,
+    .weight_write = rfi_group_weight_write,
+    .weight_clear = rfi_group_weight_clear,
+    .mem_write = rfi_group_mem_write,
+    .mem_read = rfi_group_mem_read,
+    .mem_copy = rfi_group_mem_copy,
+    .mem_fill = rfi_group_mem_fill,
+    .mem_sum = rfi_group_mem_sum,
+    .ticket_done = rfi_group_ticket_done,
+    .ticket_wait = rfi_group_ticket_wait,
+    .queue_after = rfi_group_queue_after,
+    .op_supported = rfi_group_op_supported,
+    .plan_bytes = rfi_group_plan_bytes,
+    .plan_prepare = rfi_group_plan_prepare,
+    .plan_run = rfi_group_plan_run,
+    .plan_release = rfi_group_plan_release,
+    .plan_stats = rfi_group_plan_stats,
+    .times = rfi_group_times,
+};
 
 /* ==== 12 Model and session ============================================================================ >>session
  * A model is a file, its plan and its weights on one device. A session is the memory in which the plan runs: KV cache
@@ -29284,15 +30105,60 @@ static rf_result rfi_device_open_auto(rf_device *d, const rf_device_desc *desc, 
     return rfi_cpu_api.device_open(0, desc, &d->dev, err);
 }
 
-static rf_result rfi_device_open_named(rf_device *d, const char *name, const rf_device_desc *desc, rf_error *err) {
-    int index = rfi_hip_index(name);
+static rf_result rfi_device_find(const char *name, const rf_device_api **api, uint32_t *out, rf_error *err) {
+    const int index = rfi_hip_index(name);
+    *out = index < 0 ? 0 : (uint32_t)index;
+    if (strcmp(name, "cpu") == 0) return *api = &rfi_cpu_api, RF_OK;
+    if (strcmp(name, "null") == 0) return *api = &rfi_null_api, RF_OK;
+    if (index >= 0) return rfi_hip(api, err);
+    return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "device '%.64s' is not known; there are: auto, cpu, null, hip:N, and "
+                    "groups of them: hip:0,1, hip:all", name);
+}
+
+static rf_result rfi_group_add(rfi_group *g, uint32_t *indices, const char *name, rf_error *err) {
+    if (g->n == RFI_MEMBERS) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "more than %u devices in a group", RFI_MEMBERS);
+    rfi_member *m = &g->members[g->n];
+    snprintf(m->name, sizeof m->name, "%s", name);
+    const rf_result r = rfi_device_find(m->name, &m->api, &indices[g->n], err);
+    g->n += r == RF_OK;
+    return r;
+}
+
+/* The members of "hip:0,1", "hip:0,cpu" or "hip:all" (all usable GPUs). A number alone, not the first, is a GPU's. */
+static rf_result rfi_group_parse(const char *name, rfi_group *g, uint32_t *indices, rf_error *err) {
     rf_result r = RF_OK;
-    if (strcmp(name, "cpu") == 0) d->api = &rfi_cpu_api, index = 0;
-    else if (strcmp(name, "null") == 0) d->api = &rfi_null_api, index = 0;
-    else if (index < 0)
-        return rfi_fail(err, RF_ERR_NOT_FOUND, 0, "device '%s' is not known; there are: auto, cpu, null, hip:N", name);
-    else r = rfi_hip(&d->api, err);
-    return r != RF_OK ? r : d->api->device_open((uint32_t)index, desc, &d->dev, err);
+    for (const char *p = name; r == RF_OK; p++) {
+        const size_t n = strcspn(p, ",");
+        const int is_number = n > 0 && strspn(p, "0123456789") == n;
+        char one[24];
+        snprintf(one, sizeof one, "%s%.*s", is_number && g->n ? "hip:" : "", (int)rfi_min_u64(n, 16), p);
+        if (strcmp(one, "hip:all") == 0) {
+            rf_device_info list[RFI_MEMBERS];
+            const rf_device_api *hip;
+            uint32_t count = 0;
+            r = rfi_hip(&hip, err);
+            if (r == RF_OK) r = hip->device_list(list, RFI_MEMBERS, &count, err);
+            for (uint32_t i = 0; r == RF_OK && i < count && i < RFI_MEMBERS; i++)
+                if (list[i].usable) r = rfi_group_add(g, indices, list[i].name, err);
+        } else {
+            r = rfi_group_add(g, indices, one, err);
+        }
+        p += n;
+        if (!*p) break;
+    }
+    if (r == RF_OK && g->n == 0) r = rfi_fail(err, RF_ERR_NOT_FOUND, 0, "device '%s': there is no usable GPU", name);
+    return r;
+}
+
+static rf_result rfi_device_open_named(rf_device *d, const char *name, const rf_device_desc *desc, rf_error *err) {
+    uint32_t indices[RFI_MEMBERS] = {0};
+    rfi_group g = {0};
+    rf_result r = strlen(name) < sizeof g.name ? rfi_group_parse(name, &g, indices, err)
+                                               : rfi_device_find(name, &d->api, indices, err);
+    if (r != RF_OK) return r;
+    d->api = g.n == 1 ? g.members[0].api : &rfi_group_api;
+    return g.n == 1 ? d->api->device_open(indices[0], desc, &d->dev, err)
+                    : rfi_group_open(name, &g, indices, desc, &d->dev, err);
 }
 
 ROCMFORGE_API rf_result rf_device_open(const char *name, const rf_device_desc *desc, rf_device **out, rf_error *err) {
@@ -29586,7 +30452,8 @@ ROCMFORGE_API rf_result rf_model_get_chat_template(rf_model *m, const rf_chat_te
 RFI_ONCE_CODE_END
 
 /* Changes
- *   0.3.0  Encoders, rerankers: rf_session_embed(s, tokens, n, pooling, out) -> (s, &rf_embed_desc, out), many texts;
+ *   0.3.0  Several devices as one, by layers: rf_device_open("hip:0,1"). Section 2: weight_layout takes the plan.
+ *          Encoders, rerankers: rf_session_embed(s, tokens, n, pooling, out) -> (s, &rf_embed_desc, out), many texts;
  *            RF_POOL_DEFAULT, RF_POOL_RANK; the numbers of rf_pooling are those of GGUF. rf_model_info.is_encoder, ...
  *          Samplers: rf_sampler_desc.logits_fn and logprobs; XTC, DRY (rf_dry_breakers_find), mirostat; histories.
  *            rf_sampler.n_history -> n_accepted, 64 bits.

@@ -8367,10 +8367,10 @@ static rf_result rfk_table_create(rf_dev *d, const rf_plan *plan, rf_table **out
     return r;
 }
 
-static rf_weight_layout rfk_weight_layout(rf_dev *d, const rf_plan_weight *w) {
+static rf_weight_layout rfk_weight_layout(rf_dev *d, const rf_plan *plan, const rf_plan_weight *w) {
     rf_weight_layout layout;
     uint64_t row_bytes = rfk_row_bytes(w), bytes = row_bytes * w->n_rows;
-    (void)d;
+    (void)d, (void)plan;
     memset(&layout, 0, sizeof layout);
     layout.size_bytes = bytes;
     layout.align = 256;
@@ -10939,6 +10939,7 @@ static rf_result rfk_write_checked_step(rf_prepared *p, rf_queue *q, const rf_st
 /* The logits of a step; NULL: none, or replays are not compared. */
 static float *rfk_logits_to_check(const rf_prepared *p) {
     float *logits = NULL;
+    if (p->plan->ops[0].layer > 0) return NULL; /* of a part of a plan a second run would add to what the first made */
     for (uint32_t i = 0; p->kept_logits && i < p->plan->n_ops; i++)
         if (p->plan->ops[i].out == p->plan->logits) logits = p->ops[i].out;
     return logits;

@@ -2427,7 +2427,7 @@ static int load_weight(app *a, struct comparison *c, side *s, uint32_t k, const 
     int code;
     const rf_plan_weight *w = &c->p->weights[weight->id];
     const uint32_t n = rf_plan_weight_matrices(w);
-    rf_weight_layout layout = s->api->weight_layout(s->dev, w);
+    rf_weight_layout layout = s->api->weight_layout(s->dev, c->p, w);
     rf_ticket t = {0};
     uint64_t file_bytes = align_256(w->size_bytes), device_bytes = align_256(layout.size_bytes);
     s->slot[k] = w->slot;

@@ -41,7 +41,9 @@ void hip_emu_fail_call(uint64_t n, int forever);
 void hip_emu_fail_work(uint64_t n);
 /* Lost devices work again: what a new process would see. */
 void hip_emu_recover(void);
-/* What hipGetDeviceCount answers: n devices, or an error code (100: no device) if it is not 0. */
+/* Bytes of a device's memory; 8 GiB at the start. */
+void hip_emu_memory(int device, size_t size_bytes);
+/* What hipGetDeviceCount answers: n devices (at most 4: those with an even number have waves of 32), or an error code (100: no device) if it is not 0. */
 void hip_emu_devices(int n, int error);
 void hip_emu_units(int n); /* multiprocessors of devices that are opened from now on; 5 */
 /* 1: kernels are not compiled for the devices; launches fail. */
@@ -370,8 +372,8 @@ template <class T> static T __shfl(T v, int from, int width) {
     return v;
 }
 
-static int hip_emu_matrix_kind[2] = {4, 2}; /* of devices 0 and 1: RFK_MATRIX_... of the kernels, or HIP_EMU_SM90 */
-static unsigned hip_emu_fused_threads[2] = {1024, 512};
+static int hip_emu_matrix_kind[4] = {4, 2, 4, 2}; /* of each device: RFK_MATRIX_... of the kernels, or HIP_EMU_SM90 */
+static unsigned hip_emu_fused_threads[4] = {1024, 512, 1024, 512};
 static inline unsigned hip_emu_fused_block_of(int device) { return hip_emu_fused_threads[device]; }
 static inline bool hip_emu_has_wgmma(int device) { return hip_emu_matrix_kind[device] == HIP_EMU_SM90; }
 
@@ -745,13 +747,15 @@ struct hip_emu_state {
     uint64_t calls, launches, replays, fail_call, fail_work, flip;
     bool fail_forever, broken;
     int n_devices, n_units, count_error, no_kernels, order, stale_graphs;
-    bool lost[2];
+    size_t memory[4]; /* of each device */
+    std::map<char *, int> device_of; /* blocks of device memory */
+    bool lost[4];
     float elapsed_ms;
     uint32_t random;
     hip_emu_state() : n_events(0), n_graphs(0), calls(0), launches(0), replays(0), fail_call(0), fail_work(0), flip(0),
                       fail_forever(false), broken(false), n_devices(2), n_units(5), count_error(0), no_kernels(0),
                       order(HIP_EMU_LATE), stale_graphs(0), elapsed_ms(-1), random(1) {
-        lost[0] = lost[1] = false;
+        for (int i = 0; i < 4; i++) lost[i] = false, memory[i] = static_cast<size_t>(8) << 30;
         const char *text = getenv("HIP_EMU_FLIP");
         if (text) flip = strtoull(text, nullptr, 10);
     }
@@ -873,21 +877,27 @@ static inline hipError_t hipGetDeviceProperties(hipDeviceProp_t *p, int device) 
     if (r != hipSuccess) return r;
     if (device < 0 || device >= hip_emu().n_devices) return hipErrorInvalidDevice;
     memset(p, 0, sizeof *p);
-    p->warpSize = device == 0 ? 32 : 64;
+    p->warpSize = device % 2 == 0 ? 32 : 64;
     snprintf(p->name, sizeof p->name, "emulated GPU, waves of %d", p->warpSize);
-    snprintf(p->gcnArchName, sizeof p->gcnArchName, "%s", device == 0 ? "gfx1100" : "gfx90a:sramecc+:xnack-");
+    snprintf(p->gcnArchName, sizeof p->gcnArchName, "%s", device % 2 == 0 ? "gfx1100" : "gfx90a:sramecc+:xnack-");
     p->totalGlobalMem = static_cast<size_t>(8) << 30;
     p->sharedMemPerBlock = hip_emu_shared_kib << 10;
     p->multiProcessorCount = hip_emu().n_units;
     return hipSuccess;
 }
+/* Of the thread's device. */
+static inline size_t hip_emu_free_bytes() {
+    hip_emu_state &e = hip_emu();
+    size_t used = 0;
+    for (std::map<char *, size_t>::iterator i = e.device_memory.begin(); i != e.device_memory.end(); ++i)
+        if (e.device_of[i->first] == hip_emu_device) used += i->second;
+    return used < e.memory[hip_emu_device] ? e.memory[hip_emu_device] - used : 0;
+}
 static inline hipError_t hipMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
     HIP_EMU_LOCK;
     hipError_t r = hip_emu_call();
-    *total_bytes = static_cast<size_t>(8) << 30;
-    *free_bytes = *total_bytes;
-    std::map<char *, size_t> &blocks = hip_emu().device_memory;
-    for (std::map<char *, size_t>::iterator i = blocks.begin(); i != blocks.end(); ++i) *free_bytes -= i->second;
+    *total_bytes = hip_emu().memory[hip_emu_device];
+    *free_bytes = hip_emu_free_bytes();
     return r;
 }
 
@@ -913,7 +923,10 @@ static inline hipError_t hip_emu_free(std::map<char *, size_t> &blocks, void *p)
 }
 static inline hipError_t hipMalloc(void **p, size_t size_bytes) {
     HIP_EMU_LOCK;
-    return hip_emu_malloc(hip_emu().device_memory, p, size_bytes);
+    if (size_bytes > hip_emu_free_bytes()) return *p = nullptr, hipErrorOutOfMemory;
+    const hipError_t r = hip_emu_malloc(hip_emu().device_memory, p, size_bytes);
+    if (*p) hip_emu().device_of[static_cast<char *>(*p)] = hip_emu_device;
+    return r;
 }
 static inline hipError_t hipFree(void *p) { HIP_EMU_LOCK; return hip_emu_free(hip_emu().device_memory, p); }
 static inline hipError_t hipHostMalloc(void **p, size_t size_bytes, unsigned flags) {
@@ -1215,7 +1228,7 @@ static hipError_t hip_emu_launch(void (*kernel)(P...), dim3 grid, dim3 block, si
     if (r != hipSuccess) return r;
     if (hip_emu().no_kernels) return hipErrorInvalidDeviceFunction;
     if ((*s)->device != hip_emu_device) return hipErrorInvalidHandle;
-    unsigned n = block.x * block.y * block.z, wave = hip_emu_device == 0 ? 32 : 64;
+    unsigned n = block.x * block.y * block.z, wave = hip_emu_device % 2 == 0 ? 32 : 64;
     if (n == 0 || n > hip_emu_max_threads || grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y > 65535 ||
         grid.z > 65535)
         return hipErrorInvalidValue;
@@ -1240,7 +1253,8 @@ void hip_emu_fail_call(uint64_t n, int forever) {
 }
 void hip_emu_fail_work(uint64_t n) { HIP_EMU_LOCK; hip_emu().fail_work = n; }
 void hip_emu_flip_result(uint64_t n) { HIP_EMU_LOCK; hip_emu().flip = n; }
-void hip_emu_recover(void) { HIP_EMU_LOCK; hip_emu().lost[0] = hip_emu().lost[1] = false; }
+void hip_emu_memory(int device, size_t size_bytes) { HIP_EMU_LOCK; hip_emu().memory[device] = size_bytes; }
+void hip_emu_recover(void) { HIP_EMU_LOCK; for (int i = 0; i < 4; i++) hip_emu().lost[i] = false; }
 void hip_emu_devices(int n, int error) { HIP_EMU_LOCK; hip_emu().n_devices = n; hip_emu().count_error = error; }
 void hip_emu_units(int n) { HIP_EMU_LOCK; hip_emu().n_units = n; }
 void hip_emu_no_kernels(int on) { HIP_EMU_LOCK; hip_emu().no_kernels = on; }

@@ -365,7 +365,7 @@ struct Rig {
     rf_result write_slot(uint32_t slot) {
         const rf_plan_weight &w = *rf_plan_weight_of(&plan, slot);
         const uint8_t *bytes = weight_bytes[&w - weights.data()].data() + (slot - w.slot) * w.size_bytes;
-        rf_weight_layout layout = api->weight_layout(dev, &w);
+        rf_weight_layout layout = api->weight_layout(dev, &plan, &w);
         rf_mem scratch = {NULL, 0};
         rf_ticket ticket = {NULL, 0};
         rf_result r = api->mem_create(dev, layout.size_bytes, &weight_mem[slot], &err);

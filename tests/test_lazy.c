@@ -963,8 +963,8 @@ static void test_every_read_failure(void) {
 }
 
 /* The null device as one that repacks weights: it asks for scratch memory while one is written. */
-static rf_weight_layout repacking_layout(rf_dev *d, const rf_plan_weight *w) {
-    (void)d;
+static rf_weight_layout repacking_layout(rf_dev *d, const rf_plan *plan, const rf_plan_weight *w) {
+    (void)d, (void)plan;
     return (rf_weight_layout){.size_bytes = w->size_bytes, .scratch_bytes = 4096, .align = 1};
 }
 

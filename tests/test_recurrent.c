@@ -321,7 +321,7 @@ static rf_result run_one(one_op *o, const rf_step_row *rows, rf_error *err) {
     if (r == RF_OK) r = api->mem_create(dev, sizeof o->slots, &state, err);
     bind.table = table, bind.scratch = scratch, bind.state = state;
     for (uint32_t i = 0; r == RF_OK && i < o->n_weights; i++) {
-        const rf_weight_layout layout = api->weight_layout(dev, &o->weights[i]);
+        const rf_weight_layout layout = api->weight_layout(dev, &plan, &o->weights[i]);
         rf_weight_part part = {.slot = i, .n_rows = o->weights[i].n_rows, .src = o->values[i], .mem = &w[i],
                                .scratch = layout.scratch_bytes ? &repack[i] : NULL};
         r = api->mem_create(dev, layout.size_bytes, &w[i], err);

@@ -166,8 +166,8 @@ static rf_result watched_mem_create(rf_dev *d, uint64_t size_bytes, rf_mem *out,
     return rfi_null_api.mem_create(d, size_bytes, out, err);
 }
 
-static rf_weight_layout watched_layout(rf_dev *d, const rf_plan_weight *w) {
-    rf_weight_layout layout = rfi_null_api.weight_layout(d, w);
+static rf_weight_layout watched_layout(rf_dev *d, const rf_plan *plan, const rf_plan_weight *w) {
+    rf_weight_layout layout = rfi_null_api.weight_layout(d, plan, w);
     if (watched_weight) layout.size_bytes = watched_weight;
     return layout;
 }

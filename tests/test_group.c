@@ -1,0 +1,237 @@
+/* test_group.c: several devices as one, by layers ("hip:0,1"): the same bits as on one device for prompts, decoded tokens,
+ * sequences that are cut, copied, saved and restored, embeddings and schedulers, within budgets too; members of uneven
+ * memory; and each call of each member failing. On CPU and null devices, and (hip_group) on emulated GPUs. */
+#include "../rocmforge.h"
+#ifdef RF_TEST_EMU
+#include "hip_emu.h"
+#endif
+#include "make_gguf.h"
+#include "rf_test.h"
+#include "rf_rig.h"
+
+#define MAX_LOGITS 4096u
+enum { N_PROMPT = 9, N_STEPS = 3, N_PARTS = 5 };
+
+/* What a session says, in parts: the prompt and steps, after a cut, of a copy, of a restored sequence, of two rows. */
+typedef struct speech { float logits[N_PARTS][MAX_LOGITS]; } speech;
+
+static rf_result speak(rig *r, speech *out) {
+    static saved file;
+    const rf_session_io io = {.write_fn = saved_write, .read_fn = saved_read, .user = &file};
+    int32_t tokens[N_PROMPT + N_STEPS];
+    const rf_token_row rows[] = {{.token = 5, .seq = 0, .pos = RF_POS_NEXT, .want_logits = 1}, {.token = 6, .seq = 1, .pos = RF_POS_NEXT, .want_logits = 1}};
+    float *row = NULL;
+    rf_result res = rf_session_truncate(r->s, 0, 0, NULL, &r->err);
+    mg_tokens(tokens, N_PROMPT + N_STEPS, r->n_vocab, 3);
+    memset(out, 0, sizeof *out);
+    file.n = file.at = 0;
+#define SAY(part)                                                                      \
+    do {                                                                               \
+        if (res == RF_OK) res = rf_session_get_logits(r->s, 0, &row, &r->err);         \
+        if (res == RF_OK) memcpy(out->logits[part], row, r->n_vocab * sizeof *row);    \
+    } while (0)
+    if (res == RF_OK) res = rf_session_forward(r->s, tokens, N_PROMPT, NULL, &r->err);
+    for (int i = 0; res == RF_OK && i < N_STEPS; i++) res = rf_session_forward(r->s, tokens + N_PROMPT + i, 1, NULL, &r->err);
+    SAY(0);
+    if (res == RF_OK) res = rf_session_copy(r->s, 0, 1, &r->err);
+    if (res == RF_OK) res = rf_session_save(r->s, 0, &io, &r->err);
+    if (res == RF_OK) res = rf_session_eval(r->s, rows, 2, &r->err);
+    SAY(1);
+    if (res == RF_OK) res = rf_session_get_logits(r->s, 1, &row, &r->err);
+    if (res == RF_OK) memcpy(out->logits[2], row, r->n_vocab * sizeof *row);
+    if (res == RF_OK) res = rf_session_truncate(r->s, 0, 0, NULL, &r->err);
+    if (res == RF_OK) res = rf_session_restore(r->s, 0, &io, &r->err);
+    if (res == RF_OK) res = rf_session_forward(r->s, tokens, 1, NULL, &r->err);
+    SAY(3);
+    if (res == RF_OK) res = rf_session_truncate(r->s, 0, 4, NULL, &r->err);
+    if (res == RF_OK) res = rf_session_forward(r->s, tokens + 4, 3, NULL, &r->err);
+    SAY(4);
+    return res;
+#undef SAY
+}
+
+static const rf_session_desc session = {.n_ctx = 32, .n_seq_max = 2, .n_batch = 4, .n_logits_max = 2};
+
+/* Open, speak, close; the rig's err stays. */
+static rf_result speak_on(const char *path, const mg_buf *file, const char *device, const rf_model_desc *md, speech *out, rf_error *err) {
+    rig r;
+    rf_result res = rig_try(&r, &(rig_how){.path = path, .file = file, .device = device, .model = md, .session = &session});
+    if (res == RF_OK) res = speak(&r, out);
+    *err = r.err;
+    rig_close(&r);
+    return res;
+}
+
+static void same_case(const char *path, const mg_buf *file, const char *one, const char *group, const rf_model_desc *md) {
+    static speech want, got;
+    rf_error err;
+    CHECK(speak_on(path, file, one, NULL, &want, &err) == RF_OK, "%s on %s: %s", path ? path : "", one, err.text);
+    CHECK(speak_on(path, file, group, md, &got, &err) == RF_OK, "%s on %s: %s", path ? path : "", group, err.text);
+    for (int i = 0; i < N_PARTS; i++)
+        CHECK(memcmp(want.logits[i], got.logits[i], sizeof want.logits[i]) == 0, "%s on %s: part %d has other bits", path ? path : "", group, i);
+}
+
+/* Dense models, tied embeddings, experts, latent attention, recurrent layers, keys shared by layers, hyper-connections. */
+#ifdef RF_TEST_EMU
+static const char *const families[] = {"mixtral", "qwen35moe"};
+#else
+static const char *const families[] = {"mixtral", "deepseek2-lite", "qwen35moe", "gemma4", "lfm2moe", "hy-v4", "hrm-text", "falcon-h1", "kimi-k3"};
+#endif
+#ifdef RF_TEST_EMU
+static const char *const ones[] = {"hip:0", "hip:0", "hip:1"}, *const groups[] = {"hip:0,2", "hip:2,0,0,2", "hip:1,3"};
+#else
+static const char *const ones[] = {"cpu", "cpu"}, *const groups[] = {"cpu,cpu", "cpu,cpu,cpu"};
+#endif
+
+static void test_same_bits(void) {
+    mg_buf file = {0}, tied = {0};
+    mg_llama(&file, &(mg_options){.type = MG_Q4_K, .n_layers = 6, .seed = 4});
+    mg_llama(&tied, &(mg_options){.type = MG_Q8_0, .n_layers = 5, .seed = 5, .tied = 1, .rope_freqs = 1});
+    for (size_t k = 0; k < RFT_COUNT(groups); k++) {
+        same_case(NULL, &file, ones[k], groups[k], NULL);
+        same_case(NULL, &tied, ones[k], groups[k], NULL);
+        same_case(NULL, &tied, ones[k], groups[k], &(rf_model_desc){.load_policy = RF_LOAD_PRELOAD, .n_readers = 3});
+    }
+    for (size_t i = 0; i < RFT_COUNT(families); i++) {
+        char path[64];
+        snprintf(path, sizeof path, "tests/family/%s.gguf", families[i]);
+        same_case(path, NULL, ones[0], groups[i % 2], NULL);
+    }
+    mg_free(&file);
+    mg_free(&tied);
+}
+
+/* Weights that go through the ring, and experts that are evicted. */
+static void test_budgets(void) {
+    mg_buf file = {0};
+    mg_llama(&file, &(mg_options){.type = MG_Q4_0, .n_layers = 8, .seed = 12});
+    same_case(NULL, &file, ones[0], groups[0], &(rf_model_desc){.budget_bytes = file.n * 3 / 4, .n_readers = 2});
+    mg_free(&file);
+}
+
+/* A name that is wrong is refused by the member that is; what was opened before it is closed. */
+static void test_names(void) {
+    static const char *const wrong[][2] = {{"cpu,bogus", "bogus"}, {"cpu,", "''"}, {",cpu", "''"}, {"cpu,hip:99", "hip"}, {"cpu,auto", "auto"},
+        {"null,null,null,null,null,null,null,null,null,null,null,null", NULL}, {"0,1", "'0'"},
+        {"cpu,cpu,cpu,cpu,cpu,cpu,cpu,cpu,cpu,cpu,cpu,cpu,cpu,cpu,cpu,cpu,cpu", "not known"}};
+    for (size_t i = 0; i < RFT_COUNT(wrong); i++) {
+        rf_error err = {0};
+        rf_device *d = NULL;
+        const rf_result r = rf_device_open(wrong[i][0], NULL, &d, &err);
+        if (!wrong[i][1]) CHECK(r == RF_OK && strcmp(rf_device_get_info(d).name, wrong[i][0]) == 0, "%s: %s", wrong[i][0], err.text);
+        else CHECK(r != RF_OK && !d && strstr(err.text, wrong[i][1]), "%s: %s", wrong[i][0], err.text);
+        rf_device_close(d, NULL);
+    }
+}
+
+/* Every call of every member fails, once and for ever: an error that names the member, nothing left, and no hang. */
+static void test_failing_null(void) {
+    static speech out;
+    mg_buf file = {0};
+    mg_llama(&file, &(mg_options){.type = MG_Q4_0, .n_layers = 4, .seed = 2});
+    for (uint32_t forever = 0; forever < 2; forever++) {
+        uint32_t n = 1, failed = 0;
+        for (rf_result res = RF_ERR_DEVICE; n < 5000 && (res != RF_OK || n < 40); n++) {
+            rig r;
+            const rf_device_desc dd = {.fail_call = n, .fail_forever = forever};
+            res = rig_try(&r, &(rig_how){.file = &file, .device = "null,null", .device_desc = &dd, .session = &session});
+            if (res == RF_OK) res = speak(&r, &out);
+            if (res != RF_OK) CHECK(strstr(r.err.text, "null: ") && ++failed, "call %u: %s", n, r.err.text);
+            rig_close(&r);
+        }
+        CHECK(failed > 40 && n < 5000, "%u of %u calls failed", failed, n);
+    }
+    mg_free(&file);
+}
+
+/* A scheduler, and embeddings. */
+static void test_uses(void) {
+    static float want[MAX_LOGITS], got[MAX_LOGITS];
+    for (int k = 0; k < 2; k++) {
+        rig r;
+        int32_t tokens[] = {5, 6, 7, 8, 9};
+        if (!rig_open(&r, &(rig_how){.path = "examples/shakespeare-5m.gguf", .device = k ? groups[0] : ones[0], .session = &session})) return;
+        char text[64] = {0};
+        rf_generate_desc d = {.prompt = rf_string_of("ROMEO:\n"), .max_tokens = 5};
+        CHECK(rf_generate(r.s, &d, NULL, &r.err) == RF_OK, "%s%s", r.err.text, text);
+        CHECK(rf_session_truncate(r.s, 0, 0, NULL, &r.err) == RF_OK, "%s", r.err.text);
+        const rf_embed_text t = {tokens, 5};
+        const rf_embed_desc ed = {.texts = &t, .n_texts = 1, .pooling = RF_POOL_MEAN};
+        CHECK(rf_session_embed(r.s, &ed, k ? got : want, &r.err) == RF_OK, "%s", r.err.text);
+        rig_close(&r);
+    }
+    CHECK(memcmp(want, got, sizeof want) == 0 && want[0] != 0, "the embedding has other bits");
+}
+
+#ifdef RF_TEST_EMU
+/* GPUs of uneven memory, and the CPU for what does not fit on them: within the members' memory, and close to the CPU. */
+static void test_uneven(void) {
+    static const char *const names[] = {"hip:0,2", "hip:0,1,2,3", "hip:all", "hip:0,cpu", "hip:0,1,cpu"};
+    static speech want, got;
+    mg_buf file = {0};
+    rf_error err;
+    mg_llama(&file, &(mg_options){.type = MG_F32, .n_layers = 8, .seed = 7});
+    CHECK(speak_on(NULL, &file, "cpu", NULL, &want, &err) == RF_OK, "%s", err.text);
+    for (int i = 0; i < 4; i++) hip_emu_memory(i, file.n * (i ? 2 : 1));
+    for (size_t k = 0; k < RFT_COUNT(names); k++) {
+        double worst = 0, most = 0;
+        CHECK(speak_on(NULL, &file, names[k], NULL, &got, &err) == RF_OK, "%s: %s", names[k], err.text);
+        for (int p = 0; p < N_PARTS; p++)
+            for (uint32_t i = 0; i < MAX_LOGITS; i++) {
+                const double d = fabs((double)want.logits[p][i] - (double)got.logits[p][i]);
+                if (!(d <= worst)) worst = d;
+                most = fmax(most, fabs((double)want.logits[p][i]));
+            }
+        CHECK(worst < 1e-3 * most, "%s: off by %g of %g", names[k], worst, most);
+    }
+    hip_emu_memory(2, 64 << 10); /* what it has free is less than its part needs */
+    rf_result res = speak_on(NULL, &file, "hip:2,2", NULL, &got, &err);
+    CHECK(res == RF_ERR_MEMORY || res == RF_ERR_DEVICE, "too little memory: %s", err.text);
+    for (int i = 0; i < 4; i++) hip_emu_memory(i, (size_t)8 << 30);
+    mg_free(&file);
+}
+
+/* Every n-th call of the runtime fails: an error that names a member, other bits never, and nothing is left. */
+static void test_failing_calls(void) {
+    static speech want, got;
+    mg_buf file = {0};
+    rf_error err;
+    uint32_t noticed = 0, n = 0;
+    mg_llama(&file, &(mg_options){.type = MG_Q4_0, .n_layers = 2, .seed = 12});
+    hip_emu_counts before = hip_emu_get_counts();
+    CHECK(speak_on(NULL, &file, "hip:0,2", NULL, &want, &err) == RF_OK, "%s", err.text);
+    const uint64_t n_calls = hip_emu_get_counts().calls - before.calls;
+    for (uint64_t call = 1; call < n_calls; call += 1 + n_calls / 12, n++) {
+        const int forever = n % 2;
+        hip_emu_fail_call(call, forever);
+        const rf_result res = speak_on(NULL, &file, "hip:0,2", NULL, &got, &err);
+        hip_emu_fail_call(0, 0);
+        noticed += res != RF_OK;
+        CHECK(res == RF_OK || strncmp(err.text, "hip", 3) == 0, "call %d: %s", (int)call, err.text);
+        CHECK(res != RF_OK || memcmp(&want, &got, sizeof want) == 0, "call %d failed unnoticed and gave other bits", (int)call);
+        const hip_emu_counts now = hip_emu_get_counts();
+        CHECK(now.allocations == before.allocations && now.host_allocations == before.host_allocations && now.streams == before.streams, "call %d: a leak", (int)call);
+    }
+    CHECK(noticed > n / 2, "%u of %u failures noticed", noticed, n);
+    hip_emu_fail_work(200); /* a member is lost in the middle of its work */
+    CHECK(speak_on(NULL, &file, "hip:0,2", NULL, &got, &err) == RF_ERR_DEVICE && (strstr(err.text, "hip:0") || strstr(err.text, "hip:2")), "%s", err.text);
+    hip_emu_fail_work(0);
+    hip_emu_recover();
+    mg_free(&file);
+}
+#endif
+
+int main(int argc, char **argv) {
+    RFT_BEGIN(argc, argv);
+#ifdef RF_TEST_EMU
+    hip_emu_devices(4, 0);
+    RUN(test_uneven);
+    RUN(test_failing_calls);
+#endif
+    RUN(test_same_bits);
+    RUN(test_budgets);
+    RUN(test_names);
+    RUN(test_failing_null);
+    RUN(test_uses);
+    RFT_END();
+}
