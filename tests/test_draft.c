@@ -8,6 +8,7 @@
 #include "rf_rig.h"
 
 #define MODEL "examples/shakespeare-5m.gguf"
+#define SMALL "tests/family/gemma4.gguf" /* layers with windows, 64 tokens */
 
 static rig r;
 
@@ -57,9 +58,9 @@ static uint32_t foresee(const int32_t *tokens, uint32_t n_tokens, int32_t *draft
     return max;
 }
 
-static int open_model(uint32_t n_ctx) {
+static int open_model(const char *path, uint32_t n_ctx) {
     rig_close(&r);
-    return rig_open(&r, &(rig_how){.path = MODEL, .session = &(rf_session_desc){.n_ctx = n_ctx, .n_logits_max = 16}});
+    return rig_open(&r, &(rig_how){.path = path, .session = &(rf_session_desc){.n_ctx = n_ctx, .n_logits_max = 16}});
 }
 static rf_drafter *drafter_of(rf_drafter_desc d) {
     rf_drafter *out = NULL;
@@ -70,43 +71,45 @@ static rf_drafter *drafter_of(rf_drafter_desc d) {
 
 /* ---- tests ---- */
 
+static const int32_t some[] = {9, 30, 17, 44};
+
 /* Samplers of every kind, each share of right drafts, each number of drafts; the share shows in the statistics. */
 static void test_same_ids(void) {
     static const rf_sampler_desc samplers[] = {
         {0}, {.temperature = 0.9f, .seed = 7, .top_k = 40, .min_p = 0.02f}, {.repeat_penalty = 1.2f, .frequency_penalty = 0.1f},
         {.temperature = 1, .seed = 3, .mirostat = 2}, {.temperature = 1.2f, .seed = 9, .xtc_probability = 0.5f, .xtc_threshold = 0.1f}};
     static const uint32_t drafts[] = {1, 4, 8, 15}, percents[] = {0, 50, 90, 100};
-    static const char *const stops[] = {"the"};
-    REQUIRE(open_model(256));
+    REQUIRE(open_model(SMALL, 96));
     for (size_t s = 0; s < sizeof samplers / sizeof *samplers; s++)
         for (int k = 0; k < 4; k++) {
-            const rf_generate_desc d = {.prompt = rf_string_of("ROMEO:\n"), .max_tokens = k == 3 ? 0 : 60, .stop = stops,
-                                        .n_stop = k == 2};
+            const rf_generate_desc d = {.ids = some, .n_ids = 4, 
+                                        .max_tokens = k == 3 && s < 2 ? 0 : 40};
             static record want, got;
             CHECK(generate(d, &samplers[s], NULL, &want) == RF_OK, "%s", r.err.text);
             oracle o = {&want, want.result.n_prompt, percents[(s + (size_t)k) % 4], 1};
             rf_drafter *one = drafter_of((rf_drafter_desc){.max_drafts = drafts[k], .fixed = k != 1, .ngram = RF_NONE,
                                                            .fn = foresee, .user = &o});
-            for (int again = 0; again < 2; again++) {
+            for (int again = 0; again < 1 + (s == 0); again++) {
                 CHECK(generate(d, &samplers[s], one, &got) == RF_OK, "%s", r.err.text);
                 CHECK(same(&want, &got), "sampler %zu, %u drafts, %u %% right: %u tokens, without drafts %u", s, drafts[k],
                       o.percent, got.n, want.n);
             }
             const rf_drafter_stats stats = rf_drafter_get_stats(one);
-            CHECK(stats.accepted <= stats.drafted && stats.tokens <= 2ull * got.n && stats.steps <= stats.tokens);
+            CHECK(stats.accepted <= stats.drafted && stats.tokens <= (1 + (s == 0)) * (uint64_t)got.n && stats.steps <= stats.tokens);
             if (k != 1 && o.percent == 0) CHECK(stats.accepted == 0 && stats.drafted > 0);
-            if (k != 1 && o.percent == 100 && want.n > 30) CHECK(stats.steps <= want.n, "%llu", (unsigned long long)stats.steps);
+            if (k != 1 && o.percent == 100 && want.n > 30) CHECK(stats.steps <= (1 + (s == 0)) * want.n / 2 + 1, "%llu", (unsigned long long)stats.steps);
             CHECK(rf_drafter_close(one, NULL) == RF_OK);
         }
 }
 
 /* N-grams: a text that repeats is foreseen; and a draft model, here the model itself, is always right. */
 static void test_kinds(void) {
-    REQUIRE(open_model(256));
+    REQUIRE(open_model(MODEL, 256));
     static record want, got;
     rf_session *own = NULL;
     const char *const text = "the king, the queen, the king, the queen, the king, the queen, the king,";
-    const rf_generate_desc d = {.prompt = rf_string_of(text), .max_tokens = 100};
+    static const char *const stops[] = {"slave"};
+    const rf_generate_desc d = {.prompt = rf_string_of(text), .max_tokens = 50, .stop = stops, .n_stop = 1};
     const rf_sampler_desc greedy = {0};
     CHECK(generate(d, &greedy, NULL, &want) == RF_OK);
     CHECK(rf_session_open(r.m, &(rf_session_desc){.n_ctx = 256}, &own, NULL) == RF_OK);
@@ -116,7 +119,7 @@ static void test_kinds(void) {
         CHECK(generate(d, &greedy, one, &got) == RF_OK, "%s", r.err.text);
         const rf_drafter_stats stats = rf_drafter_get_stats(one);
         CHECK(same(&want, &got) && stats.drafted && stats.accepted, "kind %d", k);
-        if (k == 1) CHECK(stats.drafted == stats.accepted && stats.steps <= 18, "%llu", (unsigned long long)stats.steps);
+        if (k == 1) CHECK(stats.drafted == stats.accepted && stats.steps <= 9, "%llu", (unsigned long long)stats.steps);
         CHECK(rf_drafter_close(one, NULL) == RF_OK);
     }
     rf_session_close(own, NULL);
@@ -124,13 +127,13 @@ static void test_kinds(void) {
 
 /* A grammar holds for every token. */
 static void test_grammar(void) {
-    REQUIRE(open_model(256));
+    REQUIRE(open_model(MODEL, 256));
     static record want, got;
     const rf_tokenizer *t = NULL;
     rf_grammar *g = NULL;
     CHECK(rf_model_get_tokenizer(r.m, &t, NULL) == RF_OK);
     CHECK(rf_grammar_open(t, RF_GRAMMAR_GBNF, rf_string_of("root ::= (\"the \" [a-m]+ \", \")*"), NULL, &g, &r.err) == RF_OK, "%s", r.err.text);
-    const rf_generate_desc d = {.prompt = rf_string_of("ROMEO:\n"), .max_tokens = 60, .grammar = g};
+    const rf_generate_desc d = {.prompt = rf_string_of("ROMEO:\n"), .max_tokens = 40, .grammar = g};
     const rf_sampler_desc how = {.temperature = 1, .seed = 5};
     CHECK(generate(d, &how, NULL, &want) == RF_OK, "%s", r.err.text);
     oracle o = {&want, want.result.n_prompt, 75, 1};
@@ -141,13 +144,13 @@ static void test_grammar(void) {
 
 /* Cancelled in the middle, also of accepted drafts: the sequence ends where it ends without drafts. */
 static void test_cancel(void) {
-    REQUIRE(open_model(256));
+    REQUIRE(open_model(SMALL, 96));
     static record all, want, got;
-    const rf_generate_desc d = {.prompt = rf_string_of("ROMEO:\n"), .max_tokens = 60};
+    const rf_generate_desc d = {.ids = some, .n_ids = 4, .max_tokens = 60};
     const rf_sampler_desc greedy = {0};
     CHECK(generate(d, &greedy, NULL, &all) == RF_OK);
     oracle o = {&all, all.result.n_prompt, 90, 1};
-    for (uint32_t at = 1; at < 40; at += 3) {
+    for (uint32_t at = 1; at < 40; at += 8) {
         rf_drafter *one = drafter_of((rf_drafter_desc){.max_drafts = 6, .fixed = 1, .ngram = RF_NONE, .fn = foresee, .user = &o});
         got.cancel_at = want.cancel_at = at;
         CHECK(generate(d, &greedy, NULL, &want) == RF_OK && generate(d, &greedy, one, &got) == RF_OK, "%s", r.err.text);
@@ -204,14 +207,14 @@ static int on_served(int32_t token, void *user) {
 static void on_end(rf_result reason, void *user) { ((client *)user)->reason = reason; }
 
 static void test_scheduler(void) {
-    static const char *const texts[] = {"ROMEO:\n", "the king, the queen, the king, the queen,", "JULIET:\nO ", "A"};
+    static const int32_t prompts[4][5] = {{9, 30, 17, 44, 3}, {8, 8, 8, 8, 8}, {50, 51}, {33}};
+    static const uint32_t n[4] = {5, 5, 2, 1};
     static record want[4];
     static client clients[4];
-    int32_t prompts[4][64];
-    uint32_t n[4], n_active = 1;
+    uint32_t n_active = 1;
     const rf_tokenizer *t = NULL;
     rig_close(&r);
-    REQUIRE(rig_open(&r, &(rig_how){.path = MODEL, .session = &(rf_session_desc){.n_ctx = 96, .n_seq_max = 3, .n_logits_max = 16}}));
+    REQUIRE(rig_open(&r, &(rig_how){.path = SMALL, .session = &(rf_session_desc){.n_ctx = 96, .n_seq_max = 3, .n_logits_max = 16}}));
     CHECK(rf_model_get_tokenizer(r.m, &t, NULL) == RF_OK);
     for (int fixed = 0; fixed < 2; fixed++) {
         rf_scheduler *sch = NULL;
@@ -221,7 +224,6 @@ static void test_scheduler(void) {
         uint64_t accepted = 0;
         for (int i = 0; i < 4; i++) {
             const rf_sampler_desc how = {.temperature = i % 2 ? 0.9f : 0, .seed = 5 + (uint64_t)i};
-            CHECK(rf_tokenize(t, rf_string_of(texts[i]), RF_TOKENIZE_ADD, prompts[i], 64, &n[i], NULL) == RF_OK);
             /* the last one runs into the end of its context */
             CHECK(generate((rf_generate_desc){.ids = prompts[i], .n_ids = n[i], .max_tokens = i == 3 ? 0 : 50}, &how, NULL, &want[i]) == RF_OK);
             oracles[i] = (oracle){&want[i], n[i], 80, 1};
@@ -255,7 +257,7 @@ static void test_scheduler(void) {
 
 /* Each allocation may fail; wrong arguments are refused by name. */
 static void test_errors(void) {
-    REQUIRE(open_model(128));
+    REQUIRE(open_model(MODEL, 128));
     static record got;
     rf_drafter *one = NULL;
     rf_session *other = NULL;
@@ -302,12 +304,12 @@ int main(int argc, char **argv) {
     FILE *model = fopen(MODEL, "rb");
     const int have = model != NULL;
     if (model) fclose(model);
-    RUN_IF(have, test_same_ids, "no " MODEL);
+    RUN(test_same_ids);
     RUN_IF(have, test_kinds, "no " MODEL);
     RUN_IF(have, test_grammar, "no " MODEL);
-    RUN_IF(have, test_cancel, "no " MODEL);
+    RUN(test_cancel);
     RUN(test_families);
-    RUN_IF(have, test_scheduler, "no " MODEL);
+    RUN(test_scheduler);
     RUN_IF(have, test_errors, "no " MODEL);
     rig_close(&r);
     RFT_END();
