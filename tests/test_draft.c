@@ -82,7 +82,7 @@ static void test_same_ids(void) {
     REQUIRE(open_model(SMALL, 96));
     for (size_t s = 0; s < sizeof samplers / sizeof *samplers; s++)
         for (int k = 0; k < 4; k++) {
-            const rf_generate_desc d = {.ids = some, .n_ids = 4, 
+            const rf_generate_desc d = {.ids = some, .n_ids = 4,
                                         .max_tokens = k == 3 && s < 2 ? 0 : 40};
             static record want, got;
             CHECK(generate(d, &samplers[s], NULL, &want) == RF_OK, "%s", r.err.text);
