@@ -1993,6 +1993,7 @@ static __global__ void RFK_THREADS(RFK_CONV_CHANNELS * RFK_CONV_GROUPS) rfk_conv
                    begin = threadIdx.x / RFK_CONV_CHANNELS * share,
                    end = begin + share < a.n_rows ? begin + share : a.n_rows;
     const int32_t seq = (int32_t)blockIdx.y;
+    constexpr uint32_t ROWS = TAPS > RF_MAX_TAPS ? RFK_CONV_ROWS / 4 : RFK_CONV_ROWS; /* gfx906 spills else */
     float w[TAPS], x[TAPS]; /* the last n_taps are used; the others are zero */
     RFK_UNROLL(16)
     for (uint32_t j = 0; j < TAPS; j++) {
@@ -2006,13 +2007,13 @@ static __global__ void RFK_THREADS(RFK_CONV_CHANNELS * RFK_CONV_GROUPS) rfk_conv
     __syncthreads();
     if (c >= a.n) return;
     const float bias = a.bias ? rfk_load_any(a.bias, a.bias_type, c) : 0.0f;
-    for (uint32_t t0 = first; t0 < end; t0 += RFK_CONV_ROWS) {
-        float in[RFK_CONV_ROWS];
+    for (uint32_t t0 = first; t0 < end; t0 += ROWS) {
+        float in[ROWS];
         RFK_UNROLL(8)
-        for (uint32_t i = 0; i < RFK_CONV_ROWS; i++)
+        for (uint32_t i = 0; i < ROWS; i++)
             in[i] = t0 + i < end ? a.in[(size_t)(t0 + i) * a.in_stride + c] : 0.0f;
         RFK_UNROLL(8)
-        for (uint32_t i = 0; i < RFK_CONV_ROWS; i++) {
+        for (uint32_t i = 0; i < ROWS; i++) {
             if (t0 + i >= end || a.rows[t0 + i].seq != seq) continue;
             const uint32_t to = a.rows[t0 + i].to;
             RFK_UNROLL(16)
