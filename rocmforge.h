@@ -69,7 +69,7 @@
  *   cancel an answer                   rf_session_cancel, from any thread or a signal handler
  *   cancel tokenizing a long text      rf_tokenize_with: cancel_fn
  *   cancel a load                      rf_model_cancel_loading, from any thread or a signal handler
- *   two GPUs                           for each a device ("hip:0", "hip:1"), a model and a session; one rf_gguf will do
+ *   a model on each GPU                for each a device ("hip:0", "hip:1"), a model and a session; one rf_gguf will do
  *   a model inside the program         rf_gguf_open_memory; rf_io for files of your own kind
  *   why is no GPU used                 rf_device_list and rf_device_get_info: the note
  *   what the library has to say        rf_gguf_desc.log_fn; it prints nothing itself

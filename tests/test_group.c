@@ -101,7 +101,7 @@ static void test_same_bits(void) {
     mg_free(&tied);
 }
 
-/* Weights that go through the ring, and experts that are evicted. */
+/* Weights that go through the ring. */
 static void test_budgets(void) {
     mg_buf file = {0};
     mg_llama(&file, &(mg_options){.type = MG_Q4_0, .n_layers = 8, .seed = 12});
