@@ -15,6 +15,7 @@ need_server() {
 }
 # start MODEL [OPTION...]: start a server; its URL in $url, its number in $pid.
 start() {
+    : >"$dir/$name.server" # before it is read
     "$server" "$@" --port 0 --device cpu --threads 1 >"$dir/$name.server" 2>&1 &
     pid=$!
     trap 'kill $pids $pid 2>/dev/null || true' EXIT
