@@ -451,8 +451,8 @@ ROCMFORGE_API rf_result rf_device_list(rf_device_info *out, uint32_t capacity, u
  *   name  in   "auto" or NULL (the first usable GPU, else the CPU; rf_device_get_info says which and, in note, why
  *              not a GPU), "cpu", "null", "hip:N" (also NVIDIA); or several as one: "hip:0,1", "hip:all" (all usable
  *              GPUs), "hip:0,cpu". Each has consecutive layers: GPUs in proportion to their free memory, the CPU
- *              what does not fit on them. Sums are the same as on one device. At most 16; the name has at most 63
- *              bytes. A failure names the member
+ *              what does not fit on them. The bits are those of one device where all are alike. At most 16; the name
+ *              has at most 63 bytes. A failure names the member
  *   desc  in   NULL = defaults;   out  receives the object, NULL on failure
  * Returns RF_OK; RF_ERR_NOT_FOUND (no such device: the text lists what there is); RF_ERR_DEVICE; RF_ERR_MEMORY.
  * Memory: the CPU device keeps n_threads - 1 sleeping threads.   Threads any; the object may be shared. */
@@ -2362,6 +2362,7 @@ typedef struct rf_device_api {
                            rf_ticket *ticket, rf_error *err);
     rf_result (*mem_read)(rf_queue *q, const rf_mem *src, uint64_t offset, void *dst, uint64_t n, rf_ticket *ticket,
                           rf_error *err);
+    /* also between devices of this table; q is a queue of dst's */
     rf_result (*mem_copy)(rf_queue *q, rf_mem_at dst, rf_mem_at src, uint64_t n, rf_ticket *ticket, rf_error *err);
     rf_result (*mem_fill)(rf_queue *q, const rf_mem *dst, uint64_t offset, uint8_t value, uint64_t n,
                           rf_ticket *ticket, rf_error *err);
