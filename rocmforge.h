@@ -16357,15 +16357,21 @@ static void rfi_group_note(rfi_group_queue *q, uint32_t m, const rf_ticket *t) {
     pthread_mutex_unlock(&q->lock);
 }
 
-/* The group's ticket for all that was noted. */
+/* The group's ticket for all that was noted. After a failure there is none: what members were given before it is waited
+ * for, since it may use the caller's memory. */
 static rf_result rfi_group_ticket(rfi_group_queue *q, rf_result r, rf_ticket *ticket) {
+    rf_ticket last[RFI_MEMBERS];
     memset(ticket, 0, sizeof *ticket);
-    if (r != RF_OK) return r;
     pthread_mutex_lock(&q->lock);
-    memcpy(q->tickets[++q->issued % RFI_GROUP_TICKETS], q->last, sizeof q->last);
-    *ticket = (rf_ticket){(rf_queue *)(void *)q, q->issued};
+    memcpy(last, q->last, sizeof last);
+    if (r == RF_OK) {
+        memcpy(q->tickets[++q->issued % RFI_GROUP_TICKETS], last, sizeof last);
+        *ticket = (rf_ticket){(rf_queue *)(void *)q, q->issued};
+    }
     pthread_mutex_unlock(&q->lock);
-    return RF_OK;
+    for (uint32_t m = 0; r != RF_OK && m < q->g->n; m++)
+        (void)q->g->members[m].api->ticket_wait(&last[m], RFI_WAIT_MS, NULL);
+    return r;
 }
 
 /* The members' tickets. For one that is forgotten: the oldest known, which are later. */
