@@ -1305,7 +1305,8 @@ typedef struct rf_drafter_desc {
     rf_draft_fn fn;       /* or NULL                                                                                */
     void *user;           /* of fn                                                                                  */
     rf_session *session;  /* of a draft model with the same vocabulary, or NULL: its greedy tokens. Borrowed until
-                             rf_drafter_close; its sequence 0 is overwritten                                        */
+                             rf_drafter_close; its sequence 0 is overwritten, and it is not that of the
+                             model that chooses                                                     */
     rf_allocator allocator;
 } rf_drafter_desc;
 
@@ -28169,9 +28170,12 @@ ROCMFORGE_API rf_drafter_stats rf_drafter_get_stats(const rf_drafter *d) {
     return d ? d->stats : (rf_drafter_stats){0};
 }
 
-/* Forget the sequence, and make room for n_ctx tokens. */
-static rf_result rfi_drafter_begin(rf_drafter *d, uint32_t n_ctx, rf_error *err) {
+/* A sequence of s begins: forget the one before, and make room for its tokens and the one chosen last. */
+static rf_result rfi_drafter_begin(rf_drafter *d, const rf_session *s, rf_error *err) {
     const rf_allocator *a = &d->desc.allocator;
+    const uint32_t n_ctx = s->desc.n_ctx + 1;
+    if (d->desc.session == s)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "the drafter's session is the one that it drafts for: want another");
     if (n_ctx > d->capacity) {
         uint32_t n_last = 256;
         while (n_last < n_ctx && n_last < 1u << 30) n_last *= 2;
@@ -28187,8 +28191,9 @@ static rf_result rfi_drafter_begin(rf_drafter *d, uint32_t n_ctx, rf_error *err)
     return RF_OK;
 }
 
-/* The sequence goes on with a token. */
+/* The sequence goes on with a token. It is full only where two requests share the drafter against the rule. */
 static void rfi_drafter_append(rf_drafter *d, int32_t token) {
+    if (d->n == d->capacity) return;
     const uint32_t at = d->n++, n = d->desc.ngram;
     d->tokens[at] = token;
     if (d->n < n) return;
@@ -28407,8 +28412,6 @@ static rf_result rfi_scheduler_begin(rf_scheduler *sch, rfi_slot *slot, rf_error
     if (r == RF_OK && request->no_reuse) r = rf_session_truncate(s, to, 0, NULL, err);
     else if (r == RF_OK) r = rf_session_sync(s, to, request->prompt, request->n_prompt, &kept, err);
     if (r != RF_OK) return r;
-    if (request->drafter) r = rfi_drafter_begin(request->drafter, sch->desc->n_ctx + 1, err);
-    if (r != RF_OK) return r;
     for (uint32_t i = 0; request->drafter && i < request->n_prompt; i++)
         rfi_drafter_append(request->drafter, request->prompt[i]);
     slot->seq = to, slot->n_held = kept;
@@ -28453,6 +28456,10 @@ ROCMFORGE_API rf_result rf_scheduler_submit(rf_scheduler *sch, const rf_request 
                             request->prompt[i], n_vocab - 1);
     if (sch->n_waiting == sch->capacity)
         return rfi_fail(err, RF_ERR_BUSY, 0, "rf_scheduler_submit: %u requests wait already", sch->n_waiting);
+    if (request->drafter) { /* here, for the same reason */
+        const rf_result r = rfi_drafter_begin(request->drafter, sch->session, err);
+        if (r != RF_OK) return r;
+    }
     sch->queue[((uint64_t)sch->first + sch->n_waiting++) % sch->capacity] = *request;
     return RF_OK;
 }
@@ -29768,7 +29775,7 @@ static rf_result rfi_generate_begin_drafts(rfi_generating *g) {
     if (d->n_logits_max < 2 || d->n_batch < 2)
         return rfi_fail(g->err, RF_ERR_ARGUMENT, 0, "rf_generate: drafts need n_logits_max and n_batch of at least 2, "
                         "the session has %u and %u", d->n_logits_max, d->n_batch);
-    rf_result r = rfi_drafter_begin(drafter, d->n_ctx + 1, g->err);
+    rf_result r = rfi_drafter_begin(drafter, g->s, g->err);
     const int32_t *tokens = g->s->tokens + (uint64_t)(uint32_t)g->d->seq * d->n_ctx;
     for (uint32_t i = 0; r == RF_OK && i < g->s->lengths[g->d->seq]; i++) rfi_drafter_append(drafter, tokens[i]);
     return r;

@@ -292,6 +292,9 @@ static void test_errors(void) {
           strstr(r.err.text, "n_logits_max"), "%s", r.err.text);
     rf_session_close(other, NULL);
     CHECK(rf_drafter_close(one, NULL) == RF_OK);
+    one = drafter_of((rf_drafter_desc){.session = r.s});
+    CHECK(generate(d, &greedy, one, &got) == RF_ERR_ARGUMENT && strstr(r.err.text, "drafts for"), "%s", r.err.text);
+    CHECK(rf_drafter_close(one, NULL) == RF_OK);
     rig small;
     REQUIRE(rig_open(&small, &(rig_how){.path = "tests/family/gemma4.gguf", .session = &(rf_session_desc){.n_ctx = 64}}));
     res = rf_drafter_open(r.m, &(rf_drafter_desc){.session = small.s}, &one, &r.err);
