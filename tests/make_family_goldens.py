@@ -426,6 +426,20 @@ def put_experts(m, il, n_expert, n_ff, gain=2.0):
         m.weight(b + part + '_exps', n_expert, rows, columns, gain=gain)
 
 
+def put_ffn_and_indexer(m, il):
+    """a dense layer, then layers with experts of which layer 1 has no indexer"""
+    b = 'blk.%d.' % il
+    if il == 0: put_ffn(m, il, 48)
+    else:
+        put_experts(m, il, 6, 16)
+        put_ffn(m, il, 16, '_shexp')
+        m.vector(b + 'exp_probs_b.bias', 6, spread=0.2)
+    if il == 1: return
+    for name, *shape in (('attn_q_b', 36, 20), ('attn_k', 12, N_EMBD), ('proj', 3, N_EMBD)): m.weight(b + 'indexer.' + name, *shape, gain=1.5)
+    m.norm(b + 'indexer.k_norm', 12)
+    m.vector(b + 'indexer.k_norm.bias', 12)
+
+
 def fuse_experts(m, il):
     """one tensor: of each expert the gate's rows and then the other's"""
     parts = [m.tensors.pop('blk.%d.ffn_%s_exps.weight' % (il, part)) for part in ('gate', 'up')]
@@ -1317,15 +1331,7 @@ def make_dots3note():
         for name, *shape in (('q_a', 20, N_EMBD), ('q_b', n_head * key, 20), ('kv_a_mqa', rank + 8, N_EMBD), ('k_b', n_head, rank, key - 8),
                              ('v_b', n_head, value, rank), ('gate', n_head, N_EMBD), ('output', N_EMBD, n_head * value)):
             m.weight(b + 'attn_' + name, *shape, gain=1.5)
-        if il == 0: put_ffn(m, il, 48)
-        else:
-            put_experts(m, il, 6, 16)
-            put_ffn(m, il, 16, '_shexp')
-            m.vector(b + 'exp_probs_b.bias', 6, spread=0.2)
-        if il == 1: continue
-        for name, *shape in (('attn_q_b', 36, 20), ('attn_k', 12, N_EMBD), ('proj', 3, N_EMBD)): m.weight(b + 'indexer.' + name, *shape, gain=1.5)
-        m.norm(b + 'indexer.k_norm', 12)
-        m.vector(b + 'indexer.k_norm.bias', 12)
+        put_ffn_and_indexer(m, il)
 
     def mix(m, il, h):
         b, (n_head, rank, key, value, base) = 'blk.%d.attn_' % il, sizes[il]
@@ -1410,15 +1416,7 @@ def make_hy_v4():
                              ('gate', 40, N_EMBD), ('output', N_EMBD, 40)):
             m.weight(b + 'attn_' + name, *shape, gain=1.5)
         m.vector(b + 'attn_sinks.weight', 4, mean=0.5, spread=1.0)
-        if il == 0: put_ffn(m, il, 48)
-        else:
-            put_experts(m, il, 6, 16)
-            put_ffn(m, il, 16, '_shexp')
-            m.vector(b + 'exp_probs_b.bias', 6, spread=0.2)
-        if il == 1: continue
-        for name, *shape in (('attn_q_b', 36, 20), ('attn_k', 12, N_EMBD), ('proj', 3, N_EMBD)): m.weight(b + 'indexer.' + name, *shape, gain=1.5)
-        m.norm(b + 'indexer.k_norm', 12)
-        m.vector(b + 'indexer.k_norm.bias', 12)
+        put_ffn_and_indexer(m, il)
 
     def weights(m, name, x):
         flat = x.reshape(len(x), -1)
