@@ -1305,8 +1305,7 @@ typedef struct rf_drafter_desc {
     rf_draft_fn fn;       /* or NULL                                                                                */
     void *user;           /* of fn                                                                                  */
     rf_session *session;  /* of a draft model with the same vocabulary, or NULL: its greedy tokens. Borrowed until
-                             rf_drafter_close; its sequence 0 is overwritten, and it is not that of the
-                             model that chooses                                                     */
+                             rf_drafter_close; its sequence 0 is overwritten. Not the session that the drafts are for */
     rf_allocator allocator;
 } rf_drafter_desc;
 
@@ -1438,8 +1437,8 @@ ROCMFORGE_API rf_result rf_scheduler_close(rf_scheduler *sch, rf_error *err);
 
 /* Queue a request (copied).
  * Returns RF_OK; RF_ERR_BUSY (the queue is full); RF_ERR_CONTEXT_FULL (the prompt can never fit); RF_ERR_ARGUMENT (a
- * token out of range, no prompt, no sampler); RF_ERR_CANCELLED while the scheduler closes.   Memory none.   Threads as
- * above. */
+ * token out of range, no prompt, no sampler, a drafter whose session is the scheduler's); RF_ERR_MEMORY (a drafter's);
+ * RF_ERR_CANCELLED while the scheduler closes.   Memory none but the drafter's.   Threads as above. */
 ROCMFORGE_API rf_result rf_scheduler_submit(rf_scheduler *sch, const rf_request *request, rf_error *err);
 
 /* End all requests with this `user`, running or waiting, with RF_ERR_CANCELLED as the reason.
