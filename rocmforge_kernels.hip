@@ -1429,6 +1429,7 @@ RFK_DEVICE float rfk_norm_value(const rfk_norm_args &a, float x, float scale, ui
 
 template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rms_norm(rfk_norm_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
+    rfk_wait_previous();
     RFK_SHARED(rfk_norm_shared, s);
     const float *in = a.in + (size_t)blockIdx.x * a.in_stride + (size_t)blockIdx.y * a.n;
     float *out = rfk_norm_out(a);
@@ -1457,8 +1458,8 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rms_norm(r
     }
 }
 
-/* RMS norm with an F32 weight and nothing else, all rows aligned for loads of four values. Rows of up to RFK_NORM_KEPT
- * * 1024 values are read once.   grid [rows, heads]   block 256 */
+/* RMS norm with an F32 weight, no bias and no mean, all rows aligned for loads of four values. Rows of up to
+ * RFK_NORM_KEPT * 1024 values are read once.   grid [rows, heads]   block 256 */
 #define RFK_NORM_KEPT 4
 /* Values in a thread's registers: [j] is the four from 4 * (first + j * 256 + thread) on, 0 beyond the row's end. */
 typedef float rfk_norm_part[RFK_NORM_KEPT][4];
@@ -1502,6 +1503,10 @@ template <int WAVE, class R> RFK_DEVICE void rfk_norm_wide(const rfk_norm_args &
             if (4 * (i - threadIdx.x) >= a.n) break;
             rfk_norm_get4(w, i, a.n, factor);
             for (uint32_t k = 0; k < 4; k++) x[j][k] = x[j][k] * scale * factor[k];
+            if (a.accumulate) {
+                rfk_norm_get4(out, i, a.n, factor);
+                for (uint32_t k = 0; k < 4; k++) x[j][k] += factor[k];
+            }
             if (out) rfk_set4(out, i, a.n, x[j]);
             if (a.to.q) rfk_convert4<WAVE>(a.to, blockIdx.x, a.n, i, x[j], i < a.n / 4);
         }
@@ -1511,6 +1516,7 @@ template <int WAVE, class R> RFK_DEVICE void rfk_norm_wide(const rfk_norm_args &
 
 template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rms_norm_wide(rfk_norm_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
+    rfk_wait_previous();
     RFK_SHARED(rfk_norm_shared, s);
     const rfk_norm_row r = {a.in + (size_t)blockIdx.x * a.in_stride + (size_t)blockIdx.y * a.n, a.n};
     rfk_norm_wide<WAVE>(a, r, s);
@@ -1707,6 +1713,7 @@ RFK_DEVICE float rfk_glu_value(const rfk_glu_args &a, float gate, float up, floa
 }
 template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_glu(rfk_glu_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
+    rfk_wait_previous();
     const uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
     const float factor = a.factor && !a.divides ? rfk_load_any(a.factor, a.factor_type, 0) : 1.0f;
     float gate[4], up[4] = {1, 1, 1, 1}, x[4];
@@ -1889,6 +1896,7 @@ RFK_DEVICE void rfk_route_weights(rfk_route_shared &s, const rfk_route_args &a, 
 }
 template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_route(rfk_route_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
+    rfk_wait_previous();
     RFK_SHARED(rfk_route_shared, s);
     const float *in = a.logits + (size_t)blockIdx.x * a.in_stride;
     float *out = a.out + (size_t)blockIdx.x * a.out_stride, top = -INFINITY, sum = 0;
@@ -2001,6 +2009,7 @@ static __global__ void RFK_THREADS(RFK_CONV_CHANNELS * RFK_CONV_GROUPS) rfk_conv
         w[j] = rfk_conv_weight(a, c, tap);
         x[j] = 0;
     }
+    rfk_wait_previous();
     uint32_t first = begin;
     while (first < end && a.rows[first].seq != seq) first++;
     if (first < end && c < a.n) rfk_conv_past<TAPS>(a, first, c, x);
@@ -2196,6 +2205,7 @@ RFK_DEVICE void rfk_delta_state(const rfk_delta_args &a, float (&x)[N], float *s
 }
 template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_delta(rfk_delta_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
+    rfk_wait_previous();
     typedef rfk_delta_shared<WAVE, DIM> shared;
     RFK_SHARED(shared, s);
     const int N = DIM * shared::COLS / WAVE;
@@ -2309,6 +2319,7 @@ struct rfk_slice_args {
     uint32_t in_stride, out_stride, n_heads, width, dim;
 };
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_slice(rfk_slice_args a) {
+    rfk_wait_previous();
     uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
     if (i < a.n_heads * a.dim)
         a.out[(size_t)blockIdx.y * a.out_stride + i] =
@@ -9496,6 +9507,13 @@ static rf_result rfk_enqueue(const rfk_launching *l, K kernel, dim3 grid, uint32
     return rfk_enqueue_config(l, kernel, c, args);
 }
 
+/* The same for a kernel that calls rfk_wait_previous: in a graph it may start early. */
+template <class K, class A>
+static rf_result rfk_enqueue_early(const rfk_launching *l, K kernel, dim3 grid, uint32_t block, const A &args) {
+    rfk_config c = {grid, dim3(block), 0, l->p->capturing && l->p->dev->early, l->q->stream};
+    return rfk_enqueue_config(l, kernel, c, args);
+}
+
 static const rfk_slot *rfk_slot_of(const rf_prepared *p, uint32_t weight) {
     return &p->table->slots[p->plan->weights[weight].slot];
 }
@@ -9568,7 +9586,7 @@ static bool rfk_is_aligned(const void *p, uint32_t stride) { return ((size_t)p |
 
 /* Whether rfk_rms_norm_wide can do it: only an F32 weight, all aligned for loads of four values. */
 static bool rfk_is_simple_norm(const rfk_norm_args *a) {
-    return a->w && a->w_type == RF_TYPE_F32 && !a->b && !a->center && !a->accumulate && a->n % 4 == 0 &&
+    return a->w && a->w_type == RF_TYPE_F32 && !a->b && !a->center && a->n % 4 == 0 &&
            rfk_is_aligned(a->w, 0) && rfk_is_aligned(a->in, a->in_stride) && rfk_is_aligned(a->out, a->out_stride);
 }
 
@@ -9576,8 +9594,9 @@ static rf_result rfk_run_rms_norm(const rfk_launching *l) {
     const rfk_norm_args a = rfk_make_norm(l);
     const dim3 grid(l->n_rows, l->op->norm.n_groups);
     if (a.n >= 4 * RFK_BLOCK && rfk_is_simple_norm(&a)) /* at least four values a thread */
-        return rfk_enqueue(l, RFK_BY_WAVE(l, (rfk_rms_norm_wide<32>), (rfk_rms_norm_wide<64>)), grid, RFK_BLOCK, a);
-    return rfk_enqueue(l, RFK_BY_WAVE(l, (rfk_rms_norm<32>), (rfk_rms_norm<64>)), grid, RFK_BLOCK, a);
+        return rfk_enqueue_early(l, RFK_BY_WAVE(l, (rfk_rms_norm_wide<32>), (rfk_rms_norm_wide<64>)), grid, RFK_BLOCK,
+                                 a);
+    return rfk_enqueue_early(l, RFK_BY_WAVE(l, (rfk_rms_norm<32>), (rfk_rms_norm<64>)), grid, RFK_BLOCK, a);
 }
 
 /* Quantize n_rows rows of n floats of the op's input. */
@@ -10122,8 +10141,8 @@ static rf_result rfk_run_glu(const rfk_launching *l) {
     a.n = l->op->glu.n;
     a.to = rfk_rows_for_next(l);
     if (rfk_skips_floats(l)) a.out = NULL;
-    return rfk_enqueue(l, RFK_BY_WAVE(l, (rfk_glu<32>), (rfk_glu<64>)),
-                       dim3(rfk_ceil_div(a.n, 4 * RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
+    return rfk_enqueue_early(l, RFK_BY_WAVE(l, (rfk_glu<32>), (rfk_glu<64>)),
+                             dim3(rfk_ceil_div(a.n, 4 * RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
 }
 
 static rf_result rfk_run_gather(const rfk_launching *l) {
@@ -10166,7 +10185,7 @@ static rf_result rfk_run_route(const rfk_launching *l) {
     a.n_groups_used = op->route.n_groups_used;
     a.flags = op->flags;
     a.scale = op->route.scale;
-    return rfk_enqueue(l, RFK_BY_WAVE(l, rfk_route<32>, rfk_route<64>), dim3(l->n_rows), l->p->dev->wave, a);
+    return rfk_enqueue_early(l, RFK_BY_WAVE(l, rfk_route<32>, rfk_route<64>), dim3(l->n_rows), l->p->dev->wave, a);
 }
 
 typedef void (*rfk_experts_kernel)(rfk_experts_args);
@@ -10340,8 +10359,8 @@ static rf_result rfk_run_conv(const rfk_launching *l) {
     a.activation = op->conv.activation;
     const uint32_t groups = rfk_ceil_div(a.n_rows, RFK_CONV_ROWS),
                    block = RFK_CONV_CHANNELS * (groups < RFK_CONV_GROUPS ? groups : RFK_CONV_GROUPS);
-    return rfk_enqueue(l, a.n_taps <= RF_MAX_TAPS ? rfk_conv<RF_MAX_TAPS> : rfk_conv<RF_MAX_REACH + 1>,
-                       dim3(rfk_ceil_div(a.n, RFK_CONV_CHANNELS), l->p->n_seq), block, a);
+    return rfk_enqueue_early(l, a.n_taps <= RF_MAX_TAPS ? rfk_conv<RF_MAX_TAPS> : rfk_conv<RF_MAX_REACH + 1>,
+                             dim3(rfk_ceil_div(a.n, RFK_CONV_CHANNELS), l->p->n_seq), block, a);
 }
 
 typedef void (*rfk_delta_kernel)(rfk_delta_args);
@@ -10377,7 +10396,8 @@ static rf_result rfk_run_delta(const rfk_launching *l) {
     a.eps = op->delta.eps;
     rfk_delta_kernel kernel = RFK_BY_WAVE(l, (rfk_find_delta<32>(a.head_dim)), (rfk_find_delta<64>(a.head_dim)));
     const uint32_t wave = l->p->dev->wave, cols = RFK_DELTA_COLS(wave, a.head_dim);
-    return rfk_enqueue(l, kernel, dim3(rfk_ceil_div(a.head_dim_v, 4 * cols), a.n_heads, l->p->n_seq), 4 * wave, a);
+    return rfk_enqueue_early(l, kernel, dim3(rfk_ceil_div(a.head_dim_v, 4 * cols), a.n_heads, l->p->n_seq), 4 * wave,
+                             a);
 }
 
 typedef void (*rfk_scan_kernel)(rfk_scan_args);
@@ -10423,8 +10443,8 @@ static rf_result rfk_run_slice(const rfk_launching *l) {
     a.n_heads = s->n_heads;
     a.width = s->head_dim;
     a.dim = s->n;
-    return rfk_enqueue(l, rfk_slice, dim3(rfk_ceil_div((uint64_t)a.n_heads * a.dim, RFK_BLOCK), l->n_rows), RFK_BLOCK,
-                       a);
+    return rfk_enqueue_early(l, rfk_slice, dim3(rfk_ceil_div((uint64_t)a.n_heads * a.dim, RFK_BLOCK), l->n_rows),
+                             RFK_BLOCK, a);
 }
 
 /* ---- launches of a decode step ---- */

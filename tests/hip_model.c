@@ -180,6 +180,35 @@ static void test_rows_alone(void) {
     for (uint32_t k = 0; k < 2 && device_name(k); k++) rows_on(device_name(k), k);
 }
 
+/* Mixtures of experts with quantized weights, whose decode steps are fused: nearly the same logits as the CPU device. */
+static void test_mixtures(void) {
+    static const mg_options mixtures[] = {
+        {.arch = "qwen3moe", .type = MG_Q4_K, .use_mix = 1, .mix_type = MG_Q6_K, .n_experts = 9, .n_used = 3, .seed = 5},
+        {.arch = "gpt-oss", .type = MG_MXFP4, .n_experts = 8, .n_used = 4, .bias = 1, .bias_out = 1, .bias_router = 1, .bias_experts = 1,
+         .post_norm = 1, .sinks = 1, .window = 8, .seed = 6},
+        {.arch = "glm4moe", .type = MG_Q8_0, .n_experts = 40, .n_used = 2, .n_shared = 1, .n_ff_shared = 32, .n_layers = 3, .n_dense = 1,
+         .gating = 2, .bias_choice = 1, .seed = 7},
+    };
+    static float cpu[5 * MAX_VOCAB], gpu[5 * MAX_VOCAB];
+    int32_t prompt[11], cpu_ids[5], gpu_ids[5];
+    for (uint32_t t = 0; t < RFT_COUNT(mixtures); t++) {
+        mg_buf file = {0};
+        rig r = {0}, c = {0};
+        const rf_session_desc sd = {.n_ctx = 64};
+        mg_llama(&file, &mixtures[t]);
+        mg_tokens(prompt, 11, 300, t);
+        CHECK(open_rig(&c, &file, "cpu", &sd) == RF_OK && write_on(&c, prompt, 11, 4, cpu, cpu_ids) == RF_OK, "%s", c.err.text);
+        for (uint32_t k = 0; device_name(k); k++) {
+            CHECK(open_rig(&r, &file, device_name(k), &sd) == RF_OK && write_on(&r, prompt, 11, 4, gpu, gpu_ids) == RF_OK, "%s", r.err.text);
+            double d = distance(gpu, cpu, (size_t)c.n_vocab * 5);
+            CHECK(d <= INT8_TOLERANCE, "%s on %s: off by %g", mixtures[t].arch, device_name(k), d);
+            rig_close(&r);
+        }
+        rig_close(&c);
+        mg_free(&file);
+    }
+}
+
 /* The model of the two tests below: in emulation a small one. */
 static const mg_buf *repeated_model(void) {
 #ifdef RF_TEST_EMU
@@ -559,6 +588,7 @@ int main(int argc, char **argv) {
     if (!device_name(0)) return puts("no usable device"), 1;
     RUN(test_as_cpu);
     RUN(test_rows_alone);
+    RUN(test_mixtures);
     RUN(test_repeats);
     RUN(test_two_threads);
     RUN(test_budgets);
