@@ -9670,6 +9670,13 @@ static rf_op *rfi_emit_mix(rfi_builder *b, uint32_t out, uint32_t in, uint32_t i
     return op;
 }
 
+/* share = the shared experts' gate, if there is one; with the router's logits: devices compute both at once */
+static void rfi_emit_share(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
+    if (!b->c->moe.n_ff_shared || !b->c->arch->moe->shared_gate) return;
+    rfi_weight share = rfi_bind(b, "ffn_gate_inp_shexp.weight", b->c->n_embd, 1, 0, NULL);
+    rfi_emit_matmul(b, d->share, in, share, 1, 0);
+}
+
 /* to += scale * Wdown (silu(Wgate in) * Wup in) of the shared experts, times their gate if there is one */
 static void rfi_emit_shared(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, const uint32_t in_to[2],
                             float scale) {
@@ -9693,9 +9700,7 @@ static void rfi_emit_shared(rfi_builder *b, const rfi_decoder *d, const rfi_laye
         rfi_emit_matmul(b, in_to[1], d->gate, down, n_embd, RF_OP_ACCUMULATE)->matmul.scale = scale;
         return;
     }
-    rfi_weight share = rfi_bind(b, "ffn_gate_inp_shexp.weight", n_embd, 1, 0, NULL);
     rfi_emit_matmul(b, d->z, d->gate, down, n_embd, 0);
-    rfi_emit_matmul(b, d->share, in, share, 1, 0);
     rfi_emit_mix(b, in_to[1], d->z, d->share, 1, RF_OP_ACCUMULATE | RF_OP_SIGMOID)->mix.scale = scale;
 }
 
@@ -9798,6 +9803,7 @@ static void rfi_emit_moe(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
     const int normed = c->arch->post_norm, dense = a->dense_half && rfi_has(b, "ffn_up.weight");
     const uint32_t in_to[2] = {in, normed ? d->y : d->x}, flags = normed ? 0 : RF_OP_ACCUMULATE;
     const float scale = (float)(a->shared_half && c->moe.n_ff_shared ? 0.5 : dense ? sqrt(0.5) : c->residual_scale);
+    rfi_emit_share(b, d, in);
     rfi_emit_route(b, d, in);
     if (c->moe.n_in != c->n_embd) rfi_emit_latent(b, d, l, in_to, flags)->matmul.scale = scale;
     else {

@@ -260,6 +260,17 @@ template <int WAVE> RFK_DEVICE float rfk_wave_max(float v) {
     for (int mask = WAVE / 2; mask > 0; mask /= 2) v = fmaxf(v, rfk_shuffle_xor<WAVE>(v, mask));
     return v;
 }
+template <int WAVE> RFK_DEVICE uint32_t rfk_wave_max(uint32_t v) {
+#if defined(RFK_SM80)
+    return __reduce_max_sync(0xffffffffu, v);
+#else
+    for (int mask = WAVE / 2; mask > 0; mask /= 2) {
+        const uint32_t other = rfk_shuffle_xor<WAVE>(v, mask);
+        v = other > v ? other : v;
+    }
+    return v;
+#endif
+}
 
 /* The compiler moves no loads across this: that many in flight would not fit into registers. */
 RFK_DEVICE void rfk_compiler_fence() {
@@ -1878,19 +1889,20 @@ template <int WAVE> RFK_DEVICE void rfk_route_groups(rfk_route_shared &s, const 
     for (uint32_t i = threadIdx.x; i < a.n_experts; i += WAVE) s.taken[i] = !s.out[i / size];
     __syncthreads();
 }
-/* The weights of the chosen experts, or their softmax, normalized and scaled as the op says. One lane. */
-RFK_DEVICE void rfk_route_weights(rfk_route_shared &s, const rfk_route_args &a, float *weights) {
+/* The weights of the chosen experts, or their softmax, normalized and scaled as the op says. `chosen` is overwritten.
+ * One lane. */
+RFK_DEVICE void rfk_route_weights(float *chosen, const rfk_route_args &a, float *weights) {
     float top = -INFINITY, sum = 0;
     if (a.flags & RF_OP_CHOSEN) {
-        for (uint32_t k = 0; k < a.n_used; k++) top = s.weight[k] > top ? s.weight[k] : top;
-        for (uint32_t k = 0; k < a.n_used; k++) sum += s.weight[k] = expf(s.weight[k] - top);
-        for (uint32_t k = 0; k < a.n_used; k++) s.weight[k] /= sum;
+        for (uint32_t k = 0; k < a.n_used; k++) top = chosen[k] > top ? chosen[k] : top;
+        for (uint32_t k = 0; k < a.n_used; k++) sum += chosen[k] = expf(chosen[k] - top);
+        for (uint32_t k = 0; k < a.n_used; k++) chosen[k] /= sum;
     }
     sum = 0;
-    for (uint32_t k = 0; k < a.n_used; k++) sum += s.weight[k];
+    for (uint32_t k = 0; k < a.n_used; k++) sum += chosen[k];
     if (!(sum > 6.103515625e-5f)) sum = 6.103515625e-5f;
     for (uint32_t k = 0; k < a.n_used; k++) {
-        float weight = a.flags & RF_OP_NORMALIZE ? s.weight[k] / sum : s.weight[k];
+        float weight = a.flags & RF_OP_NORMALIZE ? chosen[k] / sum : chosen[k];
         weights[k] = a.scale != 0 ? weight * a.scale : weight;
     }
 }
@@ -1925,7 +1937,59 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_route(rfk_route
         }
         __syncthreads();
     }
-    if (threadIdx.x == 0) rfk_route_weights(s, a, out + a.n_used);
+    if (threadIdx.x == 0) rfk_route_weights(s.weight, a, out + a.n_used);
+}
+
+/* The same for a row without groups, by one wave of a block: ids and weights to shared memory. Scores are compared as
+ * integers: of two floats the larger one has the larger key, NaN has 1, what is taken or not there 0. */
+#define RFK_CHOOSE_FROM 256u /* experts, at most */
+template <int WAVE>
+RFK_DEVICE void rfk_choose(const rfk_route_args &a, uint32_t row, uint32_t *ids, float *weights) {
+    const float *logits = a.logits + (size_t)row * a.in_stride;
+    const int N = RFK_CHOOSE_FROM / WAVE;
+    const uint32_t lane = threadIdx.x % WAVE;
+    const bool sigmoid = (a.flags & RF_OP_SIGMOID) != 0, softmax = !sigmoid && !(a.flags & RF_OP_CHOSEN);
+    float p[N], top = -INFINITY, sum = 0;
+    uint32_t key[N];
+    RFK_UNROLL(8)
+    for (int j = 0; j < N; j++) {
+        const uint32_t i = lane + (uint32_t)j * WAVE;
+        p[j] = i < a.n_experts ? logits[i] : -INFINITY;
+        top = p[j] > top ? p[j] : top;
+    }
+    top = rfk_wave_max<WAVE>(top);
+    RFK_UNROLL(8)
+    for (int j = 0; j < N; j++) {
+        p[j] = softmax ? expf(p[j] - top) : sigmoid ? 1.0f / (1.0f + expf(-p[j])) : p[j];
+        if (lane + (uint32_t)j * WAVE < a.n_experts) sum += p[j];
+    }
+    sum = rfk_wave_sum<WAVE>(sum);
+    RFK_UNROLL(8)
+    for (int j = 0; j < N; j++) {
+        const uint32_t i = lane + (uint32_t)j * WAVE;
+        if (softmax) p[j] /= sum;
+        key[j] = 0;
+        if (i >= a.n_experts) continue;
+        const float score = (a.bias ? p[j] + rfk_load_any(a.bias, a.bias_type, i) : p[j]) + 0.0f; /* no -0 */
+        const uint32_t bits = rfk_as_bits(score);
+        key[j] = score != score ? 1u : bits >> 31 ? ~bits : bits | 0x80000000u;
+    }
+    for (uint32_t k = 0; k < a.n_used; k++) {
+        uint32_t best = 0, id = 0xffffffffu;
+        float weight = 0;
+        RFK_UNROLL(8)
+        for (int j = 0; j < N; j++)
+            if (key[j] > best) best = key[j], id = lane + (uint32_t)j * WAVE, weight = p[j];
+        if (best != rfk_wave_max<WAVE>(best)) id = 0xffffffffu;
+        const uint32_t chosen = ~rfk_wave_max<WAVE>(~id); /* the smallest one among equals */
+        RFK_UNROLL(8)
+        for (int j = 0; j < N; j++)
+            if (lane + (uint32_t)j * WAVE == chosen) key[j] = 0;
+        if (id == chosen) ids[k] = chosen, weights[k] = weight;
+    }
+    rfk_sync_lanes<WAVE>();
+    if (lane == 0) rfk_route_weights(weights, a, weights);
+    rfk_sync_lanes<WAVE>();
 }
 
 /* out (+)= scale * sum over the chosen experts of weight * in, in order of choice.
@@ -2480,6 +2544,64 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_matvec_float(rfk_
     }
 }
 
+/* ---- router ----
+ * A decode step's norm and the products of its result with few rows of floats, such as a router's: a row a block, which
+ * norms the input itself; the first one stores it.   grid [rows of all products, rows]   block 256 */
+#define RFK_NORM_DOTS_ROWS 1024u /* of all products, at most */
+struct rfk_norm_dots_args {
+    rfk_product part[RFK_PRODUCTS];
+    const float *in;
+    const uint8_t *norm;
+    float *norm_out;
+    uint32_t norm_type, in_stride, out_stride, n_in; /* n_in: a multiple of 4; out_stride: of norm_out */
+    float eps;
+};
+/* Values 4i .. 4i + 3 of F32, F16 or BF16 data of n values. */
+RFK_DEVICE void rfk_load_any4(const uint8_t *p, uint32_t type, size_t first, uint32_t i, uint32_t n, float *v) {
+    if (type == RF_TYPE_F32) return rfk_get4(reinterpret_cast<const float *>(p) + first, i, n, v);
+    for (uint32_t k = 0; k < 4; k++) v[k] = 4 * i + k < n ? rfk_load_any(p, type, first + 4 * i + k) : 0.0f;
+}
+template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_norm_dots(rfk_norm_dots_args a) {
+    if (!RFK_RUNS_WAVE(WAVE)) return;
+    RFK_SHARED(rfk_norm_shared, s);
+    const uint32_t which = blockIdx.x < a.part[0].end_block ? 0 : blockIdx.x < a.part[1].end_block ? 1 : 2,
+                   row = blockIdx.x - (which ? a.part[which - 1].end_block : 0), n = a.n_in;
+    const rfk_product p = which == 0 ? a.part[0] : which == 1 ? a.part[1] : a.part[2];
+    const size_t at = (size_t)(p.row0 + row) * n;
+    const float *in = a.in + (size_t)blockIdx.y * a.in_stride;
+    float w[4][4], norm[4], x[4], squares = 0, sum = 0; /* w: those of the first 4096 values are loaded early */
+    RFK_UNROLL(4)
+    for (uint32_t j = 0; j < 4; j++) {
+        const uint32_t i = threadIdx.x + j * RFK_BLOCK;
+        rfk_load_any4(p.w.plane[0], p.type, at, i, n, w[j]);
+        rfk_load_any4(a.norm, a.norm_type, 0, i, n, norm);
+        for (int k = 0; k < 4; k++) w[j][k] *= norm[k];
+    }
+    rfk_wait_previous();
+    RFK_UNROLL(4)
+    for (uint32_t j = 0; j < 4; j++) {
+        rfk_get4(in, threadIdx.x + j * RFK_BLOCK, n, x);
+        for (int k = 0; k < 4; k++) squares += x[k] * x[k], sum += x[k] * w[j][k];
+    }
+    for (uint32_t i = threadIdx.x + 4 * RFK_BLOCK; i < n / 4; i += RFK_BLOCK) {
+        rfk_get4(in, i, n, x);
+        rfk_load_any4(p.w.plane[0], p.type, at, i, n, w[0]);
+        rfk_load_any4(a.norm, a.norm_type, 0, i, n, norm);
+        for (int k = 0; k < 4; k++) squares += x[k] * x[k], sum += x[k] * (w[0][k] * norm[k]);
+    }
+    squares = rfk_block_sum<WAVE>(s, 0, squares);
+    sum = rfk_block_sum<WAVE>(s, 1, sum);
+    const float scale = 1.0f / sqrtf(squares / (float)n + a.eps);
+    if (threadIdx.x == 0) rfk_put(p, row, blockIdx.y, sum * scale);
+    if (blockIdx.x != 0) return;
+    for (uint32_t i = threadIdx.x; i < n / 4; i += RFK_BLOCK) {
+        rfk_get4(in, i, n, x);
+        rfk_load_any4(a.norm, a.norm_type, 0, i, n, norm);
+        for (int k = 0; k < 4; k++) x[k] *= scale * norm[k];
+        rfk_set4(a.norm_out + (size_t)blockIdx.y * a.out_stride, i, n, x);
+    }
+}
+
 /* ---- experts ----
  * A pair is a row and one of the experts it chose: one column, multiplied by that expert's matrix. */
 
@@ -2573,7 +2695,207 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_experts_float(rfk
     if (lane == 0) rfk_put_pair(a, pair, expert, row, sum);
 }
 
-/* Pairs sorted by expert, then by row and choice, and cut into tiles of up to RFK_PAIR_TILE pairs. An expert with pairs
+/* ---- mixtures ----
+ * Experts of a decode step, the shared experts as one more choice if there are any: from the products of the gates and
+ * of what they multiply to their activation, or from there to the weighted sum (down). */
+
+#define RFK_MIXTURE_CHOICES 17u /* at most, the shared experts included */
+struct rfk_mixture_args {
+    rfk_experts_args e;        /* gates or down; e.x: floats; down: e.out is the sum */
+    uint32_t is_down;
+    rfk_route_args choose;     /* logits NULL: the route is there; else it is made here and goes to choose.out */
+    const rfk_weight *w2;      /* what the gates multiply */
+    const uint8_t *bias2, *factor2;
+    uint32_t bias2_type, factor2_type, row2, activation;
+    rfk_weight shared[2];      /* gate and up, or down */
+    uint32_t n_shared;         /* rows of gate, or columns of down; 0: no shared experts */
+    const float *shared_x;     /* down: their input */
+    float *shared_out;         /* results of their activation */
+    const float *share;        /* down: their weight before the sigmoid; NULL: 1 */
+    uint32_t shared_stride, share_stride;
+    float scale, shared_scale; /* down */
+    uint32_t accumulate;       /* down: add to e.out */
+};
+
+struct rfk_mixture_shared {
+    rfk_weight w[2][RFK_MIXTURE_CHOICES]; /* of the choices */
+    uint32_t id[RFK_MIXTURE_CHOICES];
+    float weight[RFK_MIXTURE_CHOICES];
+};
+
+/* Quantize what the row's experts read into `column`: `all` values, the last n_shared of them for the shared experts if
+ * down. Called by all waves but the first. */
+template <int WAVE>
+RFK_DEVICE void rfk_fill_columns(const rfk_mixture_args &a, const rfk_int8_rows &column, uint32_t all) {
+    const uint32_t n = a.is_down ? all - a.n_shared : all;
+    const float *from = a.e.x + (size_t)blockIdx.y * a.e.x_stride,
+                *shared = a.shared_x + (size_t)blockIdx.y * a.shared_stride;
+    for (uint32_t first = 0; first < all / 4; first += blockDim.x - WAVE) {
+        const uint32_t i = first + threadIdx.x - WAVE;
+        float x[4] = {0, 0, 0, 0};
+        if (4 * i < n) rfk_get4(from, i, n, x);
+        else if (4 * i < all) rfk_get4(shared, i - n / 4, a.n_shared, x);
+        rfk_quantize4<WAVE>(column, 0, all, i, x, 4 * i < all);
+    }
+}
+
+/* The choices of the row and their matrices, by one wave. */
+template <int WAVE> RFK_DEVICE void rfk_find_choices(const rfk_mixture_args &a, rfk_mixture_shared &s) {
+    const uint32_t k = threadIdx.x % WAVE, n_used = a.e.n_used;
+    if (a.choose.logits) {
+        rfk_choose<WAVE>(a.choose, blockIdx.y, s.id, s.weight);
+    } else if (k < n_used) {
+        const float *route = a.e.route + (size_t)blockIdx.y * a.e.route_stride;
+        s.id[k] = reinterpret_cast<const uint32_t *>(route)[k];
+        s.weight[k] = route[n_used + k];
+    }
+    if (k < n_used) {
+        const uint32_t id = s.id[k];
+        s.w[0][k] = a.e.w[id];
+        if (!a.is_down) s.w[1][k] = a.w2[id];
+        if (a.choose.logits && blockIdx.x == 0) {
+            float *out = a.choose.out + (size_t)blockIdx.y * a.choose.out_stride;
+            reinterpret_cast<uint32_t *>(out)[k] = id;
+            out[n_used + k] = s.weight[k];
+        }
+    } else if (k == n_used && a.n_shared) {
+        s.w[0][k] = a.shared[0], s.w[1][k] = a.shared[1];
+        s.weight[k] =
+            a.share ? 1.0f / (1.0f + expf(-a.share[(size_t)blockIdx.y * a.share_stride])) : 1.0f;
+    }
+}
+
+/* What a wave computes next: row `row` of the results of `choice`, two dot products, or of the sum, a dot product for
+ * each choice. kept: the gate, or the sum so far. */
+struct rfk_mixture_item {
+    uint32_t choice, row, n_dots;
+    float kept;
+};
+
+/* A dot product's matrix, its row there, its column, and their units. */
+struct rfk_mixture_dot {
+    const rfk_weight *w;
+    uint32_t row, column, n_units;
+};
+RFK_DEVICE rfk_mixture_dot rfk_dot_of(const rfk_mixture_args &a, const rfk_mixture_shared &s,
+                                      const rfk_mixture_item &item, uint32_t i) {
+    const uint32_t k = a.is_down ? i : item.choice, second = a.is_down ? 0 : i;
+    const bool shared = k == a.e.n_used;
+    rfk_mixture_dot o;
+    o.w = &s.w[second][k];
+    o.row = item.row + (shared ? 0 : second ? a.row2 : a.e.row0);
+    o.column = a.is_down ? k * a.e.n_in : 0;
+    o.n_units = (shared && a.is_down ? a.n_shared : a.e.n_in) / 32;
+    return o;
+}
+
+/* Use dot product i of an item. All lanes have its sum. */
+RFK_DEVICE void rfk_mixture_done(const rfk_mixture_args &a, const rfk_mixture_shared &s, rfk_mixture_item &item,
+                                 uint32_t i, float v, uint32_t lane) {
+    const uint32_t k = a.is_down ? i : item.choice, row = item.row;
+    const bool shared = k == a.e.n_used, second = !a.is_down && i; /* shared experts have no factor and no bias */
+    const uint8_t *factor = second ? a.factor2 : a.e.factor, *bias = second ? a.bias2 : a.e.bias;
+    if (factor && !shared) v *= rfk_load_any(factor, second ? a.factor2_type : a.e.factor_type, s.id[k]);
+    if (bias && !shared)
+        v += rfk_load_any(bias, second ? a.bias2_type : a.e.bias_type, (size_t)s.id[k] * a.e.n_out + row);
+    if (!a.is_down) {
+        if (i == 0) {
+            item.kept = v;
+            return;
+        }
+        v = a.activation == RF_ACT_OAI ? rfk_activate_oai(item.kept, v) : rfk_activate(a.activation, item.kept) * v;
+        float *out = shared ? a.shared_out + (size_t)blockIdx.y * a.shared_stride
+                            : a.e.out + (size_t)blockIdx.y * a.e.out_stride + (size_t)k * a.e.out_choice;
+        if (lane == 0) out[row] = v;
+        return;
+    }
+    if (!shared) item.kept += s.weight[k] * v;
+    if (i + 1 != item.n_dots || lane != 0) return;
+    float *out = a.e.out + (size_t)blockIdx.y * a.e.out_stride + row, sum = a.scale * item.kept;
+    if (shared) sum += a.shared_scale * (s.weight[k] * v);
+    *out = a.accumulate ? *out + sum : sum;
+}
+
+/* Units of a lane that are loaded at once, before the first is used. */
+#define RFK_UNITS_AT_ONCE(TYPE) \
+    ((TYPE) == RF_TYPE_Q4_K || (TYPE) == RF_TYPE_Q4_0 || (TYPE) == RF_TYPE_Q4_1 || (TYPE) == RF_TYPE_Q5_0 ? 4 : 2)
+#if defined(ROCMFORGE_HIP_EMU)
+#define RFK_MIXTURE_BLOCK 256u
+#else
+#define RFK_MIXTURE_BLOCK 768u /* 80 registers a thread on NVIDIA: one block fills a multiprocessor */
+#endif
+
+/* The dot products of an item, one after the other. A lane takes unit lane + k * WAVE of each row, of n_units in the
+ * longest one: several loads are in flight, of this row and the next. */
+template <int TYPE, int WAVE>
+RFK_DEVICE void rfk_mixture_dots(const rfk_mixture_args &a, const rfk_mixture_shared &s, rfk_mixture_item &item,
+                                 uint32_t n_units, const rfk_int8_rows &x) {
+    typedef rfk_format<TYPE> F;
+    const int AT_ONCE = RFK_UNITS_AT_ONCE(TYPE);
+    const uint32_t lane = threadIdx.x % WAVE, n_dots = item.n_dots;
+    uint32_t i = 0, first = 0, next_i = 0, next = 0; /* dot product and its unit of lane 0: used, loaded */
+    float sum = 0;
+    while (i < n_dots) {
+        rfk_raw raw[AT_ONCE];
+        RFK_UNROLL(4)
+        for (int j = 0; j < AT_ONCE; j++) {
+            if (next_i >= n_dots) break;
+            const rfk_mixture_dot d = rfk_dot_of(a, s, item, next_i);
+            const size_t block = (size_t)d.row * (d.n_units * 32 / F::BLOCK);
+            if (next + lane < d.n_units && d.w->plane[0]) F::fetch(*d.w, block, next + lane, raw[j]);
+            next += WAVE;
+            if (next >= n_units) next = 0, next_i++;
+        }
+        RFK_UNROLL(4)
+        for (int j = 0; j < AT_ONCE; j++) {
+            if (i >= n_dots) break;
+            const rfk_mixture_dot d = rfk_dot_of(a, s, item, i);
+            const uint32_t u = first + lane;
+            if (!d.w->plane[0]) sum = NAN; /* an expert that is not loaded must not go unnoticed */
+            else if (u < d.n_units) {
+                rfk_unit unit;
+                F::unpack(raw[j], u, unit);
+                sum += rfk_unit_dot<TYPE>(unit, x.q + d.column / 4, x.group + d.column / 32, rfk_unit_at<TYPE>(u));
+            }
+            first += WAVE;
+            if (first < n_units) continue;
+            rfk_mixture_done(a, s, item, i, rfk_wave_sum<WAVE>(sum), lane);
+            sum = 0, first = 0, i++;
+        }
+    }
+}
+
+/* grid [blocks, rows]   block RFK_MIXTURE_BLOCK, waves take results in turn   LDS 1.25 bytes a value of the columns
+ *   reads W once per row */
+template <int TYPE, int WAVE>
+static __global__ void RFK_RESIDENT(RFK_MIXTURE_BLOCK, 1) rfk_mixture(rfk_mixture_args a) {
+    if (!RFK_RUNS_WAVE(WAVE)) return;
+    RFK_SHARED(rfk_mixture_shared, s);
+    RFK_DYNAMIC(int4, column);
+    const uint32_t waves = blockDim.x / WAVE, n_used = a.e.n_used,
+                   values = a.is_down ? n_used * a.e.n_in + a.n_shared : a.e.n_in,
+                   n = a.is_down ? a.e.n_out : n_used * a.e.n_out + a.n_shared,
+                   n_units = (a.is_down && a.n_shared > a.e.n_in ? a.n_shared : a.e.n_in) / 32;
+    rfk_int8_rows x = a.e.x8;
+    x.q = reinterpret_cast<int *>(column);
+    x.group = reinterpret_cast<rfk_group *>(x.q + values / 4);
+    rfk_wait_previous();
+    if (threadIdx.x < WAVE) rfk_find_choices<WAVE>(a, s);
+    else rfk_fill_columns<WAVE>(a, x, values);
+    __syncthreads();
+    for (uint32_t i = blockIdx.x * waves + threadIdx.x / WAVE; i < n; i += gridDim.x * waves) {
+        rfk_mixture_item item = {0, i, n_used + (a.n_shared ? 1u : 0u), 0};
+        if (!a.is_down) {
+            item.choice = i / a.e.n_out < n_used ? i / a.e.n_out : n_used;
+            item.row = i - item.choice * a.e.n_out;
+            item.n_dots = 2;
+        }
+        rfk_mixture_dots<TYPE, WAVE>(a, s, item, n_units, x);
+    }
+}
+
+/* ---- pairs ----
+ * Pairs sorted by expert, then by row and choice, and cut into tiles of up to RFK_PAIR_TILE pairs. An expert with pairs
  * [first, end) owns tiles [first / RFK_PAIR_TILE + expert, end / RFK_PAIR_TILE + expert + 1): at least as many as it
  * needs, so that no expert depends on the counts of others. Tiles that are not needed are empty. */
 #define RFK_PAIR_TILE 64
@@ -8514,9 +8836,16 @@ struct rfk_bound {
     uint32_t sort;      /* experts: sort the pairs of its route first, if there are enough for tiles */
 };
 
-/* A launch of a decode step: an op with those launched together, a fused matvec, or fused attention. RF_NONE: no such
- * op. */
-enum rfk_fused_kind { RFK_FUSED_OP = 0, RFK_FUSED_MATVEC = 1, RFK_FUSED_ATTENTION = 2 };
+/* A launch of a decode step: an op with those launched together, a fused matvec, fused attention, a norm with few rows
+ * of floats (such as a router), or a mixture of experts, in two launches. RF_NONE: no such op. */
+enum rfk_fused_kind {
+    RFK_FUSED_OP = 0,
+    RFK_FUSED_MATVEC = 1,
+    RFK_FUSED_ATTENTION = 2,
+    RFK_FUSED_NORM_DOTS = 3,
+    RFK_FUSED_UP = 4,
+    RFK_FUSED_DOWN = 5
+};
 struct rfk_fused {
     uint32_t kind;
     uint32_t first, n_ops;
@@ -8525,6 +8854,8 @@ struct rfk_fused {
     uint32_t norm_is_deferred;                                           /* the input may be a deferred norm */
     uint32_t norms[2], ropes, store, attention, angles;        /* attention; angles: which RoPE table */
     uint32_t to_int8;                                          /* the output of attention or GLU also goes to x8 */
+    uint32_t choice;           /* UP: its route, made in its blocks if that is an op of the same call */
+    uint32_t shared[2], share; /* UP: shared gate and up; DOWN: shared down, the sum that takes their share */
 };
 
 #define RFK_MAX_GRAPHS 16u
@@ -9096,6 +9427,124 @@ static rfk_fused rfk_match_attention(const rf_prepared *p, uint32_t i, uint32_t 
     return ok ? f : none;
 }
 
+static rfk_fused rfk_no_launch(uint32_t kind, uint32_t first) {
+    rfk_fused f;
+    memset(&f, 0, sizeof f);
+    f.kind = kind;
+    f.first = first;
+    f.norm = f.gather = f.glu = f.to_norm = f.norms[0] = f.norms[1] = RF_NONE;
+    f.choice = f.shared[0] = f.shared[1] = f.share = RF_NONE;
+    return f;
+}
+
+/* Match a norm and products of its result with few rows of floats. 0 ops: no match. */
+static rfk_fused rfk_match_norm_dots(const rf_prepared *p, uint32_t i, uint32_t end) {
+    const rf_op *ops = p->plan->ops, *norm = &ops[i];
+    const rfk_fused none = rfk_no_launch(RFK_FUSED_OP, i);
+    rfk_fused f = rfk_no_launch(RFK_FUSED_NORM_DOTS, i);
+    uint32_t rows = 0;
+    if (!rfk_is_plain_norm(norm) || norm->norm.n_groups != 1 || norm->norm.n % 4 || norm->out == norm->in ||
+        norm->rows != RF_ROWS_TOKENS)
+        return none;
+    f.norm = i;
+    f.products = i + 1;
+    for (i++; i < end && f.n_products < RFK_PRODUCTS; i++) {
+        const rf_op *op = &ops[i];
+        if (op->kind != RF_OP_MATMUL || !rfk_is_float_type(p->plan->weights[op->weight].type) || op->in != norm->out ||
+            op->matmul.n_in != norm->norm.n || op->rows != norm->rows || op->out == norm->in || op->out == norm->out ||
+            rows + op->matmul.n_out > RFK_NORM_DOTS_ROWS)
+            break;
+        rows += op->matmul.n_out;
+        f.n_products++;
+    }
+    f.n_ops = 1 + f.n_products;
+    return f.n_products ? f : none;
+}
+
+static int rfk_is_mixture_activation(uint32_t activation) {
+    return activation == RF_ACT_SILU || activation == RF_ACT_GELU || activation == RF_ACT_OAI;
+}
+
+/* Whether g is the activation, alone, of n results in a's buffer times those in b's. */
+static int rfk_is_glu_of(const rf_op *g, const rf_op *a, const rf_op *b, uint32_t n) {
+    return g->kind == RF_OP_GLU && g->in == a->out && g->in2 == b->out && g->out == a->out && g->rows == a->rows &&
+           g->glu.n == n && g->glu.in2_at == 0 && g->glu.repeat <= 1 && g->flags == 0 && g->factor == RF_NONE &&
+           a->out != b->out && rfk_is_mixture_activation(g->glu.activation);
+}
+
+static uint32_t rfk_kernel_type_of(const rf_plan *plan, const rf_op *op) {
+    return rfk_kernel_type(plan->weights[op->weight].type);
+}
+
+/* Match the shared experts from op i on, as one more choice of a mixture of `up` and `down`: gate, up and activation,
+ * then down, with its share in a sum of its own if there is one.   Returns how many ops. */
+static uint32_t rfk_match_shared(const rf_plan *plan, uint32_t i, uint32_t end, rfk_fused *up, rfk_fused *down) {
+    const rf_op *ops = plan->ops, *e = &ops[up->first], *mix = &ops[down->first + 1], *a = &ops[i], *d = a + 3;
+    if (i + 4 > end || a[0].kind != RF_OP_MATMUL || a[1].kind != RF_OP_MATMUL || d->kind != RF_OP_MATMUL) return 0;
+    const uint32_t n = a->matmul.n_out;
+    int ok = a[0].in == e->in && a[1].in == e->in && a->out != e->out && a->out != e->in2 && a->out != mix->out &&
+             a->rows == e->rows && a[1].matmul.n_out == n && n % 32 == 0 &&
+             a->matmul.n_in == e->experts.n_in && rfk_is_glu_of(&a[2], &a[0], &a[1], n) &&
+             a[2].glu.activation == ops[up->glu].glu.activation && d->in == a[2].out && d->matmul.n_in == n &&
+             d->matmul.n_out == mix->mix.n && !(d->flags & ~RF_OP_ACCUMULATE) && d->matmul.softcap == 0;
+    for (uint32_t k = 0; k < 4 && ok; k += k == 1 ? 2 : 1)
+        ok = a[k].bias == RF_NONE && a[k].factor == RF_NONE && a[k].matmul.first_row == 0 &&
+             rfk_kernel_type_of(plan, &a[k]) == rfk_kernel_type_of(plan, k == 3 ? &ops[down->first] : e) &&
+             (k == 3 || rfk_is_plain_matmul(&a[k]));
+    if (!ok || !rfk_is_dead(plan, i + 4, a[0].out) || !rfk_is_dead(plan, i + 3, a[1].out)) return 0;
+    up->shared[0] = i, up->shared[1] = i + 1;
+    down->shared[0] = i + 3;
+    if (d->flags & RF_OP_ACCUMULATE) {
+        if (d->out == mix->out) return 4;
+    } else if (i + 4 < end && d[1].kind == RF_OP_MIX && d[1].in == d->out && d[1].mix.n_used == 1 &&
+               d[1].mix.n == mix->mix.n && d[1].flags == (RF_OP_ACCUMULATE | RF_OP_SIGMOID) && d[1].in2 != RF_NONE &&
+               d[1].out == mix->out && d->matmul.scale == 0 && rfk_is_dead(plan, i + 5, d->out)) {
+        down->share = i + 4;
+        return 5;
+    }
+    up->shared[0] = up->shared[1] = down->shared[0] = RF_NONE;
+    return 0;
+}
+
+/* Bytes of shared memory for n values of columns. */
+static uint32_t rfk_columns_bytes(uint32_t n) { return n + n / 32 * (uint32_t)sizeof(rfk_group); }
+#define RFK_COLUMNS_BYTES (44u * 1024u)
+
+/* Match a mixture from op i on: gate, up, activation, down and the weighted sum of the chosen experts.   Returns
+ * whether; *up and *down become its launches. */
+static int rfk_match_mixture(const rf_prepared *p, uint32_t i, uint32_t end, rfk_fused *up, rfk_fused *down) {
+    const rf_plan *plan = p->plan;
+    const rf_op *e = &plan->ops[i], *d = e + 3, *mix = e + 4;
+    if (i + 5 > end || e[0].kind != RF_OP_EXPERTS || e[1].kind != RF_OP_EXPERTS || d->kind != RF_OP_EXPERTS ||
+        mix->kind != RF_OP_MIX)
+        return 0;
+    const uint32_t n = e->experts.n_out, n_used = e->experts.n_used, type = rfk_kernel_type_of(plan, e);
+    *up = rfk_no_launch(RFK_FUSED_UP, i);
+    *down = rfk_no_launch(RFK_FUSED_DOWN, i + 3);
+    up->n_ops = 3, down->n_ops = 2;
+    up->glu = i + 2;
+    if (i > 0 && e[-1].kind == RF_OP_ROUTE && e[-1].out == e->in2 && e[-1].route.n_groups <= 1 &&
+        e[-1].route.n_experts <= RFK_CHOOSE_FROM)
+        up->choice = i - 1;
+    int ok = e->rows == RF_ROWS_TOKENS && e[0].flags == 0 && e[1].flags == 0 && e[1].in == e->in &&
+             e[1].in2 == e->in2 && e[1].experts.n_out == n && e[1].experts.n_in == e->experts.n_in &&
+             rfk_kernel_type_of(plan, &e[1]) == type && !rfk_is_float_type(type) && e->in != e->out &&
+             e->in != e[1].out && n % 32 == 0 &&
+             n_used < RFK_MIXTURE_CHOICES && rfk_is_glu_of(&e[2], &e[0], &e[1], n_used * n) &&
+             d->flags == RF_OP_PER_CHOICE && d->in == e->out && d->in2 == e->in2 && d->experts.n_in == n &&
+             !rfk_is_float_type(rfk_kernel_type_of(plan, d)) && mix->in == d->out && mix->in2 == e->in2 &&
+             mix->mix.n == d->experts.n_out && mix->mix.n_used == n_used && !(mix->flags & RF_OP_SIGMOID) &&
+             mix->out != e->in && mix->out != e->out && mix->out != e->in2 &&
+             rfk_columns_bytes(e->experts.n_in) <= RFK_COLUMNS_BYTES;
+    if (!ok || !rfk_is_dead(plan, i + 4, e[0].out) || !rfk_is_dead(plan, i + 3, e[1].out) ||
+        !rfk_is_dead(plan, i + 5, d->out))
+        return 0;
+    const uint32_t more = rfk_match_shared(plan, i + 5, end, up, down);
+    const uint32_t n_shared = more ? plan->ops[down->shared[0]].matmul.n_in : 0;
+    down->n_ops += more;
+    return rfk_columns_bytes(n_used * n + n_shared) <= RFK_COLUMNS_BYTES;
+}
+
 /* Whether a fused matvec can quantize its n results: a block makes 32 at a time, in few enough passes even with the
  * fewest blocks of any config. */
 static int rfk_fused_to_int8(const rf_prepared *p, uint32_t n) {
@@ -9115,13 +9564,16 @@ static void rfk_make_fused(rf_prepared *p) {
         uint32_t end = p->segments[segment + 1];
         p->fused_of[segment] = p->n_fused;
         for (uint32_t i = p->segments[segment]; i < end;) {
-            rfk_fused f;
-            memset(&f, 0, sizeof f);
+            rfk_fused f = rfk_no_launch(RFK_FUSED_OP, i), up, down;
             if (!wide) f = rfk_match_fused_matvec(p, i, end, int8_buffer);
             if (!wide && f.n_ops == 0) f = rfk_match_attention(p, i, end);
-            if (f.n_ops == 0) {
-                memset(&f, 0, sizeof f);
-                f.first = i;
+            if (f.n_ops == 0) f = rfk_match_norm_dots(p, i, end);
+            if (f.n_ops == 0 && rfk_match_mixture(p, i, end, &up, &down)) {
+                p->fused[p->n_fused++] = up;
+                i += up.n_ops;
+                f = down;
+            } else if (f.n_ops == 0) {
+                f = rfk_no_launch(RFK_FUSED_OP, i);
                 f.n_ops = p->ops[i].together;
                 if (plan->ops[i].kind == RF_OP_ATTENTION) p->no_graphs = 1; /* the grid depends on the position */
             }
@@ -10171,21 +10623,27 @@ static rf_result rfk_run_argmax(const rfk_launching *l) {
     return rfk_enqueue(l, RFK_BY_WAVE(l, (rfk_argmax_join<32>), (rfk_argmax_join<64>)), dim3(1), l->p->dev->wave, a);
 }
 
-static rf_result rfk_run_route(const rfk_launching *l) {
-    const rf_op *op = l->op;
+static rfk_route_args rfk_make_route(const rf_prepared *p, uint32_t index) {
+    const rf_op *op = &p->plan->ops[index];
+    const rfk_bound *b = &p->ops[index];
     rfk_route_args a;
-    a.logits = l->b.in;
-    a.bias = rfk_vector(l->p, op->bias, 0, &a.bias_type);
-    a.out = l->b.out;
-    a.in_stride = l->b.in_stride;
-    a.out_stride = l->b.out_stride;
+    a.logits = b->in;
+    a.bias = rfk_vector(p, op->bias, 0, &a.bias_type);
+    a.out = b->out;
+    a.in_stride = b->in_stride;
+    a.out_stride = b->out_stride;
     a.n_experts = op->route.n_experts;
     a.n_used = op->route.n_used;
     a.n_groups = op->route.n_groups;
     a.n_groups_used = op->route.n_groups_used;
     a.flags = op->flags;
     a.scale = op->route.scale;
-    return rfk_enqueue_early(l, RFK_BY_WAVE(l, rfk_route<32>, rfk_route<64>), dim3(l->n_rows), l->p->dev->wave, a);
+    return a;
+}
+
+static rf_result rfk_run_route(const rfk_launching *l) {
+    return rfk_enqueue_early(l, RFK_BY_WAVE(l, rfk_route<32>, rfk_route<64>), dim3(l->n_rows), l->p->dev->wave,
+                             rfk_make_route(l->p, l->index));
 }
 
 typedef void (*rfk_experts_kernel)(rfk_experts_args);
@@ -10247,11 +10705,11 @@ static rf_result rfk_run_pair_tiles(const rfk_launching *l, const rfk_experts_ar
     return rfk_enqueue(l, kernel, dim3(n_tiles, row_tiles), RFK_BLOCK, a);
 }
 
-static rf_result rfk_run_experts(const rfk_launching *l) {
+static rfk_experts_args rfk_make_experts(const rfk_launching *l) {
     const rf_op *op = l->op;
-    rf_prepared *p = l->p;
-    const uint32_t type = p->plan->weights[op->weight].type;
+    const rf_prepared *p = l->p;
     rfk_experts_args a;
+    memset(&a, 0, sizeof a);
     a.w = p->table->experts + p->plan->weights[op->weight].slot;
     a.bias = rfk_vector(p, op->bias, 0, &a.bias_type);
     a.factor = rfk_vector(p, op->factor, 0, &a.factor_type);
@@ -10270,8 +10728,15 @@ static rf_result rfk_run_experts(const rfk_launching *l) {
     a.per_choice = (op->flags & RF_OP_PER_CHOICE) != 0;
     a.x_choice = op->experts.n_in;
     a.out_choice = op->experts.n_out;
-    memset(&a.heads, 0, sizeof a.heads);
     a.aligned = op->experts.n_in % 8 == 0 && a.x_stride % 4 == 0 && (size_t)l->b.in % 16 == 0;
+    return a;
+}
+
+static rf_result rfk_run_experts(const rfk_launching *l) {
+    const rf_op *op = l->op;
+    rf_prepared *p = l->p;
+    const uint32_t type = p->plan->weights[op->weight].type;
+    const rfk_experts_args a = rfk_make_experts(l);
     if (l->b.quantize) {
         rf_result r = rfk_run_quantize(l, a.x8, l->n_rows, l->b.in_stride, (uint32_t)rfk_row_values(op));
         if (r != RF_OK) return r;
@@ -10667,6 +11132,94 @@ static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) 
     return rfk_enqueue_config(l, kernel, c, a);
 }
 
+static rf_result rfk_run_norm_dots(rfk_launching *l, const rfk_fused *f) {
+    rf_prepared *p = l->p;
+    const rf_op *ops = p->plan->ops, *norm = &ops[f->norm];
+    rfk_matmul_args products;
+    rfk_norm_dots_args a;
+    memset(&a, 0, sizeof a);
+    l->op = &ops[f->products];
+    l->index = f->products;
+    l->together = f->n_products;
+    const uint32_t rows = rfk_make_products(l, &products, 1);
+    memcpy(a.part, products.part, sizeof a.part);
+    a.in = p->ops[f->norm].in;
+    a.norm = rfk_vector(p, norm->weight, 0, &a.norm_type);
+    a.norm_out = p->ops[f->norm].out;
+    a.in_stride = p->ops[f->norm].in_stride;
+    a.out_stride = p->ops[f->norm].out_stride;
+    a.n_in = norm->norm.n;
+    a.eps = norm->norm.eps;
+    return rfk_enqueue_early(l, RFK_BY_WAVE(l, rfk_norm_dots<32>, rfk_norm_dots<64>), dim3(rows, l->n_rows), RFK_BLOCK,
+                             a);
+}
+
+/* Whether launch i of this call makes its own route: the one of the op before it, which is not launched then. */
+static int rfk_makes_route(const rf_prepared *p, uint32_t i) {
+    return i > p->fused_begin && i < p->fused_end && p->fused[i].kind == RFK_FUSED_UP && p->fused[i].choice != RF_NONE;
+}
+
+typedef void (*rfk_mixture_kernel)(rfk_mixture_args);
+template <int WAVE> static rfk_mixture_kernel rfk_find_mixture(uint32_t type) {
+#define RFK_QUANTIZED_CASE(TYPE) case TYPE: return rfk_mixture<RFK_BUILT(TYPE), WAVE>;
+    switch (rfk_kernel_type(type)) {
+        RFK_QUANTIZED_TYPES(RFK_QUANTIZED_CASE)
+    default: return NULL; /* rfk_match_mixture lets none through */
+    }
+#undef RFK_QUANTIZED_CASE
+}
+
+/* Launch one of the two kernels of a mixture. */
+static rf_result rfk_run_mixture(rfk_launching *l, const rfk_fused *f) {
+    rf_prepared *p = l->p;
+    const rf_op *ops = p->plan->ops, *op = &ops[f->first],
+                *shared = f->shared[0] == RF_NONE ? NULL : &ops[f->shared[0]];
+    rfk_mixture_args a;
+    memset(&a, 0, sizeof a);
+    l->op = op;
+    l->index = f->first;
+    l->b = p->ops[f->first];
+    a.e = rfk_make_experts(l);
+    a.is_down = f->kind == RFK_FUSED_DOWN;
+    if (shared) {
+        a.shared[0] = rfk_slot_of(p, shared->weight)->w;
+        a.n_shared = a.is_down ? shared->matmul.n_in : shared->matmul.n_out;
+    }
+    if (!a.is_down) {
+        if (rfk_makes_route(p, (uint32_t)(f - p->fused))) a.choose = rfk_make_route(p, f->choice);
+        a.w2 = p->table->experts + p->plan->weights[op[1].weight].slot;
+        a.bias2 = rfk_vector(p, op[1].bias, 0, &a.bias2_type);
+        a.factor2 = rfk_vector(p, op[1].factor, 0, &a.factor2_type);
+        a.row2 = op[1].experts.first_row;
+        a.activation = op[2].glu.activation;
+        if (shared) {
+            a.shared[1] = rfk_slot_of(p, shared[1].weight)->w;
+            a.shared_out = p->ops[f->shared[0]].out;
+            a.shared_stride = p->ops[f->shared[0]].out_stride;
+        }
+    } else {
+        const rf_op *mix = &op[1];
+        a.e.out = p->ops[f->first + 1].out;
+        a.e.out_stride = p->ops[f->first + 1].out_stride;
+        a.scale = mix->mix.scale != 0 ? mix->mix.scale : 1;
+        a.accumulate = (mix->flags & RF_OP_ACCUMULATE) != 0;
+        if (shared) {
+            const float scale = f->share == RF_NONE ? shared->matmul.scale : ops[f->share].mix.scale;
+            a.shared_x = p->ops[f->shared[0]].in;
+            a.shared_stride = p->ops[f->shared[0]].in_stride;
+            a.shared_scale = scale != 0 ? scale : 1;
+            if (f->share != RF_NONE) a.share = p->ops[f->share].in2, a.share_stride = p->ops[f->share].in2_stride;
+        }
+    }
+    const uint32_t type = p->plan->weights[op->weight].type, waves = RFK_MIXTURE_BLOCK / p->dev->wave,
+                   values = a.is_down ? a.e.n_used * a.e.n_in + a.n_shared : a.e.n_in,
+                   results = a.is_down ? a.e.n_out : a.e.n_used * a.e.n_out + a.n_shared,
+                   blocks = rfk_ceil_div(results, waves), units = p->dev->info.compute_units / l->n_rows;
+    const rfk_config c = {dim3(blocks < units ? blocks : units ? units : 1, l->n_rows), dim3(RFK_MIXTURE_BLOCK),
+                          rfk_columns_bytes(values), p->capturing && p->dev->early, l->q->stream};
+    return rfk_enqueue_config(l, RFK_BY_WAVE(l, rfk_find_mixture<32>(type), rfk_find_mixture<64>(type)), c, a);
+}
+
 /* The RoPE tables that this call's attention needs: factors of others may not be loaded. */
 static rf_result rfk_run_angles(rfk_launching *l) {
     rf_prepared *p = l->p;
@@ -10821,33 +11374,24 @@ static rf_result rfk_run_each(rf_prepared *p, rf_queue *q, const rf_step *step, 
     return r;
 }
 
-/* A launch of a decode step with several rows. Matvecs and attention take them; what else is fused for one row alone
- * runs as ops. */
-static rf_result rfk_run_rows(rfk_launching *l, const rfk_fused *f) {
-    if (f->kind == RFK_FUSED_MATVEC)
-        return l->p->plan->ops[f->products].rows == RF_ROWS_LOGITS && l->step->n_logits == 0
-                   ? RF_OK
-                   : rfk_run_fused_matvec(l, f);
-    if (f->kind == RFK_FUSED_ATTENTION && !rfk_has_runs(l->step)) return rfk_run_decode_attention(l, f);
-    return rfk_run_each(l->p, l->q, l->step, f, l->err);
-}
-
-/* A launch of a decode step. */
+/* A launch of a decode step. What is fused for fewer rows runs as ops. */
 static rf_result rfk_run_fused(rf_prepared *p, rf_queue *q, const rf_step *step, uint32_t i, rf_error *err) {
     const rfk_fused *f = &p->fused[i];
     rfk_launching l = rfk_begin_launch(p, q, step, err);
+    const int few = step->n_rows <= RFK_FEW_MAX;
     l.n_rows = step->n_rows;
     if (i == p->fused_begin) { /* first of all: attention reads them before rfk_wait_previous */
         rf_result r = rfk_run_angles(&l);
         if (r != RF_OK) return r;
     }
-    if (l.n_rows > 1) return rfk_run_rows(&l, f);
-    uint32_t n = f->n_ops;
-    if (f->kind == RFK_FUSED_OP) return rfk_run_ops(p, q, step, f->first, f->first + n, &n, err);
-    if (f->kind == RFK_FUSED_MATVEC && p->plan->ops[f->products].rows == RF_ROWS_LOGITS && step->n_logits == 0)
-        return RF_OK;
-    if (f->kind == RFK_FUSED_MATVEC) return rfk_run_fused_matvec(&l, f);
-    return rfk_run_decode_attention(&l, f);
+    if (f->kind == RFK_FUSED_MATVEC)
+        return p->plan->ops[f->products].rows == RF_ROWS_LOGITS && step->n_logits == 0 ? RF_OK
+                                                                                        : rfk_run_fused_matvec(&l, f);
+    if (f->kind == RFK_FUSED_ATTENTION && !rfk_has_runs(step)) return rfk_run_decode_attention(&l, f);
+    if (f->kind == RFK_FUSED_NORM_DOTS && few) return rfk_run_norm_dots(&l, f);
+    if ((f->kind == RFK_FUSED_UP || f->kind == RFK_FUSED_DOWN) && few) return rfk_run_mixture(&l, f);
+    if (f->kind == RFK_FUSED_OP && few && rfk_makes_route(p, i + 1)) return RF_OK;
+    return rfk_run_each(p, q, step, f, err);
 }
 
 /* Run the ops of segments [first, last). While timing, each op is a launch of its own between two events. */

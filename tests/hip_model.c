@@ -156,6 +156,15 @@ static void rows_case(const mg_buf *file, const char *path, const char *device, 
     rig_close(&r);
 }
 
+/* Mixtures of experts with quantized weights, whose decode steps are fused. */
+static const mg_options mixtures[] = {
+    {.arch = "qwen3moe", .type = MG_Q4_K, .use_mix = 1, .mix_type = MG_Q6_K, .n_experts = 9, .n_used = 3, .seed = 5},
+    {.arch = "gpt-oss", .type = MG_MXFP4, .n_experts = 8, .n_used = 4, .bias = 1, .bias_out = 1, .bias_router = 1, .bias_experts = 1,
+     .post_norm = 1, .sinks = 1, .window = 8, .seed = 6},
+    {.arch = "glm4moe", .type = MG_Q8_0, .n_experts = 40, .n_used = 2, .n_shared = 1, .n_ff_shared = 32, .n_layers = 3, .n_dense = 1,
+     .gating = 2, .bias_choice = 1, .seed = 7},
+};
+
 /* index: of the device; types take turns where there are two. */
 static void rows_on(const char *device, uint32_t index) {
     static const uint32_t types[] = {MG_Q4_K, MG_Q6_K, MG_Q8_0, MG_Q4_0, MG_Q4_1, MG_Q5_0, MG_Q5_1, MG_Q5_K, MG_Q2_K, MG_Q3_K, MG_IQ4_XS, MG_F16},
@@ -172,6 +181,12 @@ static void rows_on(const char *device, uint32_t index) {
         rows_case(&file, NULL, device, caches[t % 3], what);
         mg_free(&file);
     }
+    for (uint32_t t = 0; t < RFT_COUNT(mixtures); t++) {
+        mg_buf file = {0};
+        mg_llama(&file, &mixtures[t]);
+        rows_case(&file, NULL, device, RF_CACHE_F16, mixtures[t].arch);
+        mg_free(&file);
+    }
     for (size_t i = 0; i < RFT_COUNT(files); i++) rows_case(NULL, files[i], device, RF_CACHE_F16, files[i]);
 }
 
@@ -180,15 +195,8 @@ static void test_rows_alone(void) {
     for (uint32_t k = 0; k < 2 && device_name(k); k++) rows_on(device_name(k), k);
 }
 
-/* Mixtures of experts with quantized weights, whose decode steps are fused: nearly the same logits as the CPU device. */
+/* Fused mixtures give nearly the same logits as the CPU device. */
 static void test_mixtures(void) {
-    static const mg_options mixtures[] = {
-        {.arch = "qwen3moe", .type = MG_Q4_K, .use_mix = 1, .mix_type = MG_Q6_K, .n_experts = 9, .n_used = 3, .seed = 5},
-        {.arch = "gpt-oss", .type = MG_MXFP4, .n_experts = 8, .n_used = 4, .bias = 1, .bias_out = 1, .bias_router = 1, .bias_experts = 1,
-         .post_norm = 1, .sinks = 1, .window = 8, .seed = 6},
-        {.arch = "glm4moe", .type = MG_Q8_0, .n_experts = 40, .n_used = 2, .n_shared = 1, .n_ff_shared = 32, .n_layers = 3, .n_dense = 1,
-         .gating = 2, .bias_choice = 1, .seed = 7},
-    };
     static float cpu[5 * MAX_VOCAB], gpu[5 * MAX_VOCAB];
     int32_t prompt[11], cpu_ids[5], gpu_ids[5];
     for (uint32_t t = 0; t < RFT_COUNT(mixtures); t++) {
