@@ -1659,10 +1659,12 @@ typedef struct rf_experts_params {
 } rf_experts_params;
 
 /* MIX: out[T, n] = scale * sum over k of weight[k] * in[T, n_used, n], in order of k; weights from a ROUTE's output
- * in2, or sigmoid(in2[T, n_used]) under RF_OP_SIGMOID; without in2 1. */
+ * in2, or sigmoid(in2[T, n_used]) under RF_OP_SIGMOID; without in2 1. With n_out so many sums: out[T, n_out, n], by
+ * weights in2[T, n_out, n_used]. */
 typedef struct rf_mix_params {
     uint32_t n, n_used;
     float scale;
+    uint32_t n_out; /* 0: one sum */
 } rf_mix_params;
 
 /* HEADS, a matrix per head (MLA): out[T, n_heads, n_out + rest] = first n_in values of each head of
@@ -1728,10 +1730,12 @@ typedef struct rf_blend_params {
 
 /* SPREAD, to the residual streams of hyper-connections (arXiv 2409.19606): out[T, n_streams, n] = scale * w[s] *
  * in[T, n]. w = in2[T, n_streams], or sigmoid(in2) under RF_OP_SIGMOID; with in3 in2 and in3 are [T, n_streams, n],
- * d = in2[s] . in3[s] / sqrt(n), and w = sigmoid(sign(d) * sqrt(max(|d|, 10^-6))); without in2 it is 1. */
+ * d = in2[s] . in3[s] / sqrt(n), and w = sigmoid(sign(d) * sqrt(max(|d|, 10^-6))); without in2 it is 1. The first
+ * streams of out, as many as `first`, stay as they are and are not counted. */
 typedef struct rf_spread_params {
     uint32_t n, n_streams;
     float scale;
+    uint32_t first;
 } rf_spread_params;
 
 /* HYPER, weights of hyper-connections: out[T, 2, n_streams] = what SPREAD gives to each stream, magnitude *
@@ -1742,6 +1746,19 @@ typedef struct rf_hyper_params {
     uint32_t n_streams, n_parts;
     float magnitude, eps;
 } rf_hyper_params;
+
+/* MATCH: out[T, n_groups, n] = in * |in2[n]| / |in|, |x| the length of a group's vector; 0 where |in| is 0. out may be
+ * in. */
+typedef struct rf_match_params {
+    uint32_t n_groups, n;
+} rf_match_params;
+
+/* TRIM, statistical top-k (arXiv 2506.06644): out[T, n] = max(in - mean - cutoff * deviation, 0), by the mean of a row
+ * and its standard deviation (of a sample: over n - 1). out may be in. */
+typedef struct rf_trim_params {
+    uint32_t n;
+    float cutoff;
+} rf_trim_params;
 
 /* The one table of ops: X(KIND, id, member, rows, flags, operands).
  *   member    of rf_op's union, also the op's name       rows   RF_OP_ANY_ROWS, or the only rf_op_rows there may be
@@ -1849,8 +1866,8 @@ typedef struct rf_hyper_params {
     }) \
     X(MIX, 11, mix, RF_ROWS_TOKENS, RF_OP_ACCUMULATE | RF_OP_SIGMOID, { \
         rf_op_in(s, op->in, (uint64_t)p->n_used * p->n); \
-        rf_op_in_if(s, op->in2, (op->flags & RF_OP_SIGMOID ? 1 : 2) * (uint64_t)p->n_used); \
-        rf_op_out(s, p->n); \
+        rf_op_in_if(s, op->in2, (p->n_out ? p->n_out : op->flags & RF_OP_SIGMOID ? 1 : 2) * (uint64_t)p->n_used); \
+        rf_op_out(s, (p->n_out ? p->n_out : 1) * (uint64_t)p->n); \
         rf_op_need_experts(s, p->n_used, RF_MAX_EXPERTS); \
         rf_op_need(s, op->in != op->out, "out must not be in"); \
     }) \
@@ -1934,7 +1951,7 @@ typedef struct rf_hyper_params {
         rf_op_in(s, op->in, p->n); \
         rf_op_in_if(s, op->in2, op->in3 != RF_NONE ? all : p->n_streams); \
         rf_op_in_if(s, op->in3, all); \
-        rf_op_out(s, all); \
+        rf_op_out(s, all + (uint64_t)p->first * p->n); \
         rf_op_need(s, op->in3 == RF_NONE || op->in2 != RF_NONE, "in3 needs in2"); \
         rf_op_need(s, op->out != op->in && op->out != op->in2 && op->out != op->in3, "out must not be an input"); \
     }) \
@@ -1946,6 +1963,17 @@ typedef struct rf_hyper_params {
         rf_op_vector(s, op->bias, n_in); \
         rf_op_need(s, p->n_parts == 1 || p->n_parts == 2, "there must be 1 or 2 parts"); \
         rf_op_need(s, op->out != op->in, "out must not be in"); \
+    }) \
+    X(MATCH, 21, match, RF_ROWS_TOKENS, 0, { \
+        rf_op_in(s, op->in, (uint64_t)p->n_groups * p->n); \
+        rf_op_in(s, op->in2, p->n); \
+        rf_op_out(s, (uint64_t)p->n_groups * p->n); \
+        rf_op_need(s, op->out != op->in2, "out must not be in2"); \
+    }) \
+    X(TRIM, 22, trim, RF_ROWS_TOKENS, 0, { \
+        rf_op_in(s, op->in, p->n); \
+        rf_op_out(s, p->n); \
+        rf_op_need(s, p->n >= 2, "there must be two values"); \
     })
 
 #define RF_OP_ANY_ROWS 0xffu
@@ -2325,7 +2353,7 @@ typedef struct rf_session_stats {
                               0: not all are timed yet                                                      */
 } rf_session_stats;
 
-#define RF_DEVICE_API_VERSION 9u
+#define RF_DEVICE_API_VERSION 10u
 
 /* The table of a device. Every entry may be called from any thread and leaves the thread's current device as it was.
  * Failures return a code and fill err; a device that is gone for good says so in device_info.lost. Asynchronous work
@@ -7171,6 +7199,8 @@ typedef struct rfi_layer_config {
     int recurrent;        /* 1: a recurrent state instead of attention                    */
     int rope;             /* 0: queries and keys are not rotated                          */
     double limit, shared_limit; /* of SwiGLU in experts, and in the others; 0: none       */
+    int trims;            /* 1: the gates of its FFN go through TRIM, by this cutoff      */
+    double cutoff;
     double xielu[4];            /* alpha_n, alpha_p, beta, eps                            */
     uint32_t n_ff_experts;
     int indexes;          /* 1: an indexer of its own                                     */
@@ -7189,6 +7219,7 @@ enum {
 enum {
     RFI_HYPER_GATED = 1, /* all values of the streams have gates (qwen4exp)              */
     RFI_HYPER_MIXED = 2, /* weights of streams come from all of them, by HYPER (hy_v4)   */
+    RFI_HYPER_ALTUP = 3, /* AltUp: a layer reads the first stream and corrects all of them (gemma3n) */
 };
 
 typedef struct rfi_indexer_config {
@@ -7961,9 +7992,9 @@ static void rfi_config_refuse(rfi_key_reader *k, rfi_config *c) {
 
 /* What a graph may depend on: the keys that begin so. */
 static const char *const rfi_graph_keys[] = {
-    "activation.", "attention.", "attn_", "embedding_scale", "expert", "final_logit_", "hrm.", "hyper_connection.",
-    "kda.", "logit_scale", "moe_", "num_loops", "ple.", "residual_scale", "rope.", "router_logit_", "shortconv.",
-    "ssm.", "swiglu_", "use_parallel_residual"};
+    "activation", "altup.", "attention.", "attn_", "embedding_scale", "expert", "final_logit_", "hrm.",
+    "hyper_connection.", "kda.", "logit_scale", "moe_", "num_loops", "ple.", "residual_scale", "rope.", "router_logit_",
+    "shortconv.", "ssm.", "swiglu_", "use_parallel_residual"};
 
 /* Values besides 0 that change nothing: llama.cpp saves every key that it knows. */
 static const struct {
@@ -8225,8 +8256,10 @@ static void rfi_config_swa_heads(rfi_key_reader *k, rfi_config *c) {
 /* Embedding rows for every layer, and layers that share a KV cache: they read that of the last layer of their kind
  * that has one. */
 static void rfi_config_layer_inputs(rfi_key_reader *k, rfi_config *c) {
-    const rfi_uint_key input = {"embedding_length_per_layer_input", 0, 1 << 16, 0, 0},
-                       shared = {"attention.shared_kv_layers", 0, c->n_layers - 1, 0, 0};
+    const int altup = c->arch->hyper == RFI_HYPER_ALTUP; /* llama.cpp gives gemma3n 256 values and 20 caches */
+    const rfi_uint_key input = {"embedding_length_per_layer_input", (uint32_t)altup, 1 << 16, altup ? 256 : 0, 0},
+                       shared = {"attention.shared_kv_layers", 0, c->n_layers - 1,
+                                 altup && c->n_layers > 20 ? c->n_layers - 20 : 0, 0};
     uint32_t n_shared = 0;
     rfi_key_uint(k, &input, &c->n_layer_input);
     rfi_key_uint(k, &shared, &n_shared);
@@ -8454,9 +8487,28 @@ static void rfi_config_ngrams(rfi_key_reader *k, rfi_config *c) {
     }
 }
 
+/* AltUp, and the layers whose gates are trimmed; absent keys are those of Gemma 3n's models. */
+static void rfi_config_altup(rfi_key_reader *k, rfi_config *c) {
+    static const rfi_uint_key count = {"altup.num_inputs", 2, 64, 4, 0};
+    static const char cutoffs[] = "activation_sparsity_scale";
+    rfi_key_uint(k, &count, &c->n_streams);
+    rfi_key_only(k, "altup.active_idx", 0);
+    const int there = rfi_key_read(k, cutoffs, 0);
+    rfi_key_layer_reals(k, cutoffs, c, offsetof(rfi_layer_config, cutoff), -INFINITY);
+    for (uint32_t il = 0; il < c->n_layers; il++) {
+        rfi_layer_config *l = &c->layers[il];
+        if (!there) l->cutoff = il < 10 ? 1.6448533535003662 : -INFINITY;
+        l->trims = isfinite(l->cutoff);
+    }
+}
+
 static void rfi_config_hyper(rfi_key_reader *k, rfi_config *c) {
     static const rfi_uint_key count = {"hyper_connection.count", 2, 64, 0, 1},
                               rank = {"hyper_connection.low_rank", 1, 1 << 16, 0, 1};
+    if (c->arch->hyper == RFI_HYPER_ALTUP) {
+        rfi_config_altup(k, c);
+        return;
+    }
     rfi_key_uint(k, &count, &c->n_streams);
     if (c->arch->hyper == RFI_HYPER_MIXED) {
         rfi_key_real(k, "hyper_connection.epsilon", 0, 0, 1, &c->stream_eps);
@@ -8982,9 +9034,9 @@ static rfi_rope rfi_rope_table(rfi_builder *b, const rfi_rope_config *r) {
     X(wide, TOKENS)        /* [n_streams, n_embd] hyper-connections: residual streams                */ \
     X(wide_norm, TOKENS)   /* [n_streams, n_embd] their norm                                         */ \
     X(wide_gate, TOKENS)   /* [n_streams, n_embd] its gates                                          */ \
-    X(wide_part, TOKENS)   /* [n_streams, n_embd] what n-grams add                                   */ \
-    X(low, TOKENS)         /* [stream_rank] what the gates are made from                             */ \
-    X(inject, TOKENS)      /* [n_streams] how much of x each stream receives, or HYPER's weights     */ \
+    X(wide_part, TOKENS)   /* [n_streams, n_embd] what n-grams add; AltUp: what is added or matched  */ \
+    X(low, TOKENS)         /* [stream_rank] what the gates are made from; LAuReL's, or a router's    */ \
+    X(inject, TOKENS)      /* [n_streams] how much of x each stream receives, or HYPER's, AltUp's weights */ \
     X(ngrams, TOKENS)      /* [n_heads, width] embeddings of n-grams, from the host                  */ \
     X(xl, LOGITS)          /* [n_embd] rows of x that want logits                                    */ \
     X(logits, LOGITS)      /* [n_vocab]                                                              */ \
@@ -9580,6 +9632,7 @@ static uint32_t rfi_emit_hidden(rfi_builder *b, const rfi_decoder *d, const rfi_
         up = rfi_bind_matrix(b, "ffn_up", c->n_embd, n_ff, NULL);
     }
     rfi_emit_matmul(b, d->up, in, up, n_ff, 0);
+    if (l->trims) rfi_op(b, RF_OP_TRIM, d->gate, d->gate)->trim = (rf_trim_params){n_ff, (float)l->cutoff};
     const uint32_t scales = c->arch->act_scales ? rfi_bind_optional(b, "ffn.act.scales", n_ff) : RF_NONE;
     rf_op *op = rfi_emit_glu(b, gated ? d->gate : d->up, gated ? d->up : RF_NONE, n_ff,
                              !gated && c->arch->relative_bias ? RF_ACT_RELU
@@ -9855,18 +9908,21 @@ static void rfi_emit_layer_inputs(rfi_builder *b, const rfi_decoder *d) {
     rfi_emit_norm(b, d->inputs, d->input_parts, "per_layer_proj_norm", n, c->n_layers, RF_OP_ACCUMULATE);
 }
 
-/* x += norm(Wproj (gelu(Wgate x) * the layer's input)); x *= layer_output_scale */
+/* out (+)= norm(Wproj (gelu(Wgate in) * the layer's input)) */
+static void rfi_emit_layer_input(rfi_builder *b, const rfi_decoder *d, uint32_t out, uint32_t in, uint32_t flags) {
+    const uint32_t n = b->c->n_layer_input, n_embd = b->c->n_embd;
+    rfi_weight gate = rfi_bind_matrix(b, "inp_gate", n_embd, n, NULL),
+               proj = rfi_bind_matrix(b, "proj", n, n_embd, NULL);
+    rfi_emit_matmul(b, d->input_gate, in, gate, n, 0);
+    rfi_emit_glu(b, d->input_gate, d->inputs, n, RF_ACT_GELU)->glu.in2_at = (uint32_t)b->layer * n;
+    rfi_emit_matmul(b, d->y, d->input_gate, proj, n_embd, 0)->matmul.scale = (float)sqrt(0.5);
+    rfi_emit_norm(b, out, d->y, "post_norm", n_embd, 1, flags);
+}
+
+/* x += what the layer's input gives; x *= layer_output_scale */
 static void rfi_emit_layer_end(rfi_builder *b, const rfi_decoder *d) {
     const rfi_config *c = b->c;
-    const uint32_t n = c->n_layer_input;
-    if (n) {
-        rfi_weight gate = rfi_bind_matrix(b, "inp_gate", c->n_embd, n, NULL),
-                   proj = rfi_bind_matrix(b, "proj", n, c->n_embd, NULL);
-        rfi_emit_matmul(b, d->input_gate, d->x, gate, n, 0);
-        rfi_emit_glu(b, d->input_gate, d->inputs, n, RF_ACT_GELU)->glu.in2_at = (uint32_t)b->layer * n;
-        rfi_emit_matmul(b, d->y, d->input_gate, proj, c->n_embd, 0)->matmul.scale = (float)sqrt(0.5);
-        rfi_emit_norm(b, d->x, d->y, "post_norm", c->n_embd, 1, RF_OP_ACCUMULATE);
-    }
+    if (c->n_layer_input) rfi_emit_layer_input(b, d, d->x, d->x, RF_OP_ACCUMULATE);
     const uint32_t factor = rfi_bind_optional(b, "layer_output_scale.weight", 1);
     if (factor != RF_NONE) rfi_emit_glu(b, d->x, RF_NONE, c->n_embd, RF_ACT_NONE)->factor = factor;
 }
@@ -9939,7 +9995,7 @@ static rf_op *rfi_emit_spread(rfi_builder *b, uint32_t out, uint32_t in, uint32_
     op->flags = flags;
     op->in2 = in2;
     op->in3 = in3;
-    op->spread = (rf_spread_params){b->c->n_embd, b->c->n_streams, 0};
+    op->spread = (rf_spread_params){b->c->n_embd, b->c->n_streams, 0, 0};
     return op;
 }
 
@@ -10028,6 +10084,99 @@ static void rfi_emit_hyper_layer(rfi_builder *b, const rfi_decoder *d, const rfi
         op->flags |= RF_OP_SIGMOID;
         op->spread.scale = 2;
     }
+}
+
+/* ---- AltUp (arXiv 2301.13310) with LAuReL (2411.07501), of Gemma 3n ---- */
+
+/* x (+)= scale * in, its first n_embd values */
+static void rfi_emit_scaled(rfi_builder *b, uint32_t x, uint32_t in, double scale, uint32_t flags) {
+    rfi_emit_mix(b, x, in, RF_NONE, 1, flags)->mix.scale = (float)scale;
+}
+
+/* wide_part: each of all streams but the first as long as the vector `as` */
+static void rfi_emit_match(rfi_builder *b, const rfi_decoder *d, uint32_t as) {
+    rf_op *op = rfi_op(b, RF_OP_MATCH, d->wide_part, d->wide_part);
+    op->in2 = as;
+    op->match = (rf_match_params){b->c->n_streams - 1, b->c->n_embd};
+}
+
+/* wide = x, then its products with the matrices of altup_proj, as long as x */
+static void rfi_emit_altup_streams(rfi_builder *b, const rfi_decoder *d) {
+    const uint32_t n = b->c->n_embd, others = b->c->n_streams - 1;
+    rfi_emit_matmul(b, d->wide_part, d->x, rfi_bind_heads(b, "altup_proj", n, n, others), others * n, 0);
+    rfi_emit_match(b, d, d->x);
+    rfi_emit_slice(b, d->wide, d->x, 1, n, 0, n);
+    rfi_emit_slice(b, d->wide, d->wide_part, 1, others * n, 0, others * n)->slice.out_at = n;
+}
+
+/* xn = the mean of the first stream and the products of the others, as long as the first */
+static void rfi_emit_altup_mean(rfi_builder *b, const rfi_decoder *d) {
+    const uint32_t n = b->c->n_embd, others = b->c->n_streams - 1;
+    const double mean = 1.0 / b->c->n_streams;
+    rfi_emit_slice(b, d->wide_norm, d->wide, 1, (others + 1) * n, n, others * n);
+    const rfi_weight w = rfi_bind_heads(b, "altup_unembd_proj", n, n, others);
+    rf_op *op = rfi_op(b, RF_OP_HEADS, d->wide_part, d->wide_norm);
+    op->weight = w.id;
+    op->heads = (rf_heads_params){others, n, n, n, 0, n};
+    rfi_emit_match(b, d, d->wide);
+    rfi_emit_mix(b, d->xn, d->wide_part, RF_NONE, others, 0)->mix.scale = (float)mean;
+    rfi_emit_scaled(b, d->xn, d->wide, mean, RF_OP_ACCUMULATE);
+}
+
+/* inject = W tanh(Wrouter norm(x) / n_embd), n_out weights of streams; W: NAME.weight */
+static void rfi_emit_altup_weights(rfi_builder *b, const rfi_decoder *d, const char *name, uint32_t n_out) {
+    const uint32_t n = b->c->n_embd, n_streams = b->c->n_streams;
+    rfi_emit_norm(b, d->xn, d->x, "altup_router_norm", n, 1, 0);
+    const rfi_weight router = rfi_bind_matrix(b, "altup_router", n, n_streams, NULL);
+    rf_op *op = rfi_emit_matmul(b, d->low, d->xn, router, n_streams, 0);
+    op->matmul.scale = 1 / (float)n;
+    op->matmul.softcap = 1;
+    rfi_emit_matmul(b, d->inject, d->low, rfi_bind_matrix(b, name, n_streams, n_out, NULL), n_out, 0);
+}
+
+/* z = xn + norm(Wright Wleft xn), a second way around attention (LAuReL) */
+static void rfi_emit_laurel(rfi_builder *b, const rfi_decoder *d) {
+    const uint32_t n = b->c->n_embd;
+    rf_tensor_info t = {.ne = {0, 1}};
+    char full[64];
+    rfi_weight_name(b, "laurel_l.weight", full, sizeof full);
+    rf_gguf_find_tensor(b->g, full, &t, NULL);
+    const uint32_t rank = (uint32_t)rfi_min_u64(t.ne[1], 1 << 16);
+    rfi_emit_slice(b, d->z, d->xn, 1, n, 0, n);
+    rfi_emit_matmul(b, d->low, d->xn, rfi_bind_matrix(b, "laurel_l", n, rank, NULL), rank, 0);
+    rfi_emit_matmul(b, d->y, d->low, rfi_bind_matrix(b, "laurel_r", rank, n, NULL), n, 0);
+    rfi_emit_norm(b, d->z, d->y, "laurel_post_norm", n, 1, RF_OP_ACCUMULATE);
+}
+
+/* A layer predicts all streams, computes the first anew, and corrects all by its difference from the prediction. */
+static void rfi_emit_altup_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
+    const uint32_t n = b->c->n_embd, n_streams = b->c->n_streams, all = n * n_streams;
+    rfi_emit_slice(b, d->x, d->wide, 1, all, 0, n);
+    rfi_emit_altup_weights(b, d, "altup_predict_coef", n_streams * n_streams);
+    rfi_emit_mix(b, d->wide_part, d->wide, d->inject, n_streams, 0)->mix.n_out = n_streams;
+    rfi_emit_mix(b, d->wide, d->wide_part, RF_NONE, 1, RF_OP_ACCUMULATE)->mix.n = all;
+    rfi_emit_slice(b, d->x, d->wide, 1, all, 0, n);
+    rfi_emit_norm(b, d->xn, d->x, "attn_norm", n, 1, 0);
+    rfi_emit_laurel(b, d);
+    rfi_emit_attention(b, d, l, d->xn);
+    rfi_emit_scaled(b, d->z, d->x, 1, RF_OP_ACCUMULATE);
+    rfi_emit_scaled(b, d->x, d->z, sqrt(0.5), 0);
+    rfi_emit_norm(b, d->xn, d->x, "ffn_norm", n, 1, 0);
+    rfi_emit_layer_ffn(b, d, l, d->xn);
+    rfi_emit_altup_weights(b, d, "altup_correct_coef", n_streams);
+    rfi_emit_scaled(b, d->x, d->wide, -1, RF_OP_ACCUMULATE);
+    rfi_emit_spread(b, d->wide, d->x, RF_NONE, RF_NONE, RF_OP_ACCUMULATE);
+    rfi_emit_spread(b, d->wide, d->x, d->inject, RF_NONE, RF_OP_ACCUMULATE);
+    const rfi_weight scale = rfi_bind(b, "altup_correct_scale.weight", n, 1, 0, NULL);
+    rf_op *op = rfi_op(b, RF_OP_EMBED, d->y, RF_NONE);
+    op->flags = RF_OP_POSITIONS | RF_OP_FIRST;
+    op->weight = scale.id;
+    op->embed.n = n;
+    rfi_emit_glu(b, d->xn, d->y, n, RF_ACT_NONE)->in = d->wide;
+    rfi_emit_layer_input(b, d, d->x, d->xn, 0);
+    op = rfi_emit_spread(b, d->wide, d->x, RF_NONE, RF_NONE, RF_OP_ACCUMULATE);
+    op->spread.first = 1;
+    op->spread.n_streams = n_streams - 1;
 }
 
 /* One layer. With parallel FFN its input is made before attention adds to x. */
@@ -10222,16 +10371,19 @@ static void rfi_emit_decoder(rfi_builder *b) {
     d.slopes = c->alibi != 0 ? rfi_slope_table(b) : RF_NONE;
     rfi_emit_relative_bias(b, &d);
     if (c->n_layer_input) rfi_emit_layer_inputs(b, &d);
-    if (c->n_streams) rfi_emit_spread(b, d.wide, d.x, RF_NONE, RF_NONE, 0);
+    const int altup = c->arch->hyper == RFI_HYPER_ALTUP, mixed = c->arch->hyper == RFI_HYPER_MIXED;
+    if (altup) rfi_emit_altup_streams(b, &d);
+    else if (c->n_streams) rfi_emit_spread(b, d.wide, d.x, RF_NONE, RF_NONE, 0);
     if (c->n_stack) rfi_emit_cycles(b, &d);
     for (uint32_t il = 0; !c->n_stack && il < c->n_layers; il++) {
         b->layer = (int32_t)il;
-        if (c->n_streams) rfi_emit_hyper_layer(b, &d, &c->layers[il]);
+        if (altup) rfi_emit_altup_layer(b, &d, &c->layers[il]);
+        else if (c->n_streams) rfi_emit_hyper_layer(b, &d, &c->layers[il]);
         else rfi_emit_layer(b, &d, &c->layers[il]);
     }
     b->layer = (int32_t)c->n_layers;
-    const int mixed = c->arch->hyper == RFI_HYPER_MIXED;
-    if (mixed) rfi_emit_mixed_streams(b, &d, "output_hc", NULL);
+    if (altup) rfi_emit_altup_mean(b, &d);
+    else if (mixed) rfi_emit_mixed_streams(b, &d, "output_hc", NULL);
     else if (c->n_streams) rfi_emit_gather_streams(b, &d, "output_hc");
     const uint32_t n_kept = c->residual_block ? (c->n_layers - 1) / c->residual_block + 1 : 0,
                    stream = c->n_streams ? d.xn
@@ -10358,6 +10510,9 @@ static const rfi_arch rfi_archs[] = {
     {.name = "gemma4", .post_norm = 1, .qk_norm = 1, .v_norm = 1, .embed_sqrt = 1, .layer_inputs = 1,
      .final_softcap = 1, .rope_neox = 1, .swa_heads = 1, .swa_period = 6, .swa_rope_base = 10000, .attn_scale = 1,
      .activation = RF_ACT_GELU, .moe = &rfi_moe_gemma4},
+    {.name = "gemma3n", .post_norm = 1, .qk_norm = 1, .v_norm = 1, .embed_sqrt = 1, .hyper = RFI_HYPER_ALTUP,
+     .layer_inputs = 1, .final_softcap = 2, .rope_neox = 1, .swa_period = 5, .swa_rope_base = 10000, .attn_scale = 1,
+     .activation = RF_ACT_GELU},
     {.name = "phi3", .rope_neox = 1, .longrope = 1, .fused_gate_up = 1},
     {.name = "glm4", .post_norm = 1, .mrope = 1, .fused_gate_up = 1},
     {.name = "mistral3", .attn_temperature = 1, .moe = &rfi_moe_mixtral},
@@ -10598,6 +10753,9 @@ static int rfi_tensor_is_ignored(const rfi_builder *b, rf_string name) {
         layer = 10 * layer + (uint64_t)(name.data[i] - '0');
     if (i == 4 || i == name.len || name.data[i] != '.') return 0;
     if (layer >= b->c->n_layers) return layer < b->c->n_blocks;
+    if (b->c->layers[layer].cache_layer != layer && name.len - i > 7 &&
+        (memcmp(name.data + i, ".attn_k", 7) == 0 || memcmp(name.data + i, ".attn_v", 7) == 0))
+        return 1; /* it reads the keys and values of an earlier layer */
     if (b->c->arch->indexer && name.len - i > sizeof indexer &&
         memcmp(name.data + i + 1, indexer, sizeof indexer - 1) == 0)
         return b->c->indexer.n_listed == 0 || !b->c->layers[layer].indexes; /* it would choose all, or none reads it */
@@ -14507,9 +14665,39 @@ static void rfi_cpu_spread(void *ctx, uint32_t chunk, uint32_t thread) {
     const uint32_t row = chunk / par->n_streams, stream = chunk % par->n_streams;
     const float *in = o->in + row * o->in_width, scale = par->scale != 0 ? par->scale : 1,
                 w = rfi_spread_weight(o, row, stream) * scale;
-    float *out = o->out + row * o->out_width + (uint64_t)stream * par->n;
+    float *out = o->out + row * o->out_width + (par->first + (uint64_t)stream) * par->n;
     RFI_UNUSED(thread);
     for (uint32_t i = 0; i < par->n; i++) out[i] = (o->op->flags & RF_OP_ACCUMULATE ? out[i] : 0) + w * in[i];
+}
+
+static void rfi_cpu_match(void *ctx, uint32_t chunk, uint32_t thread) {
+    const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
+    const rf_match_params *p = &o->op->match;
+    const float *as = o->in2 + chunk * o->in2_width;
+    double want = 0;
+    RFI_UNUSED(thread);
+    for (uint32_t i = 0; i < p->n; i++) want += (double)as[i] * (double)as[i];
+    for (uint32_t g = 0; g < p->n_groups; g++) {
+        const float *in = o->in + chunk * o->in_width + (uint64_t)g * p->n;
+        float *out = o->out + chunk * o->out_width + (uint64_t)g * p->n;
+        double found = 0;
+        for (uint32_t i = 0; i < p->n; i++) found += (double)in[i] * (double)in[i];
+        const float factor = found > 0 ? (float)sqrt(want / found) : 0;
+        for (uint32_t i = 0; i < p->n; i++) out[i] = factor * in[i];
+    }
+}
+
+static void rfi_cpu_trim(void *ctx, uint32_t chunk, uint32_t thread) {
+    const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
+    const uint32_t n = o->op->trim.n;
+    const float *in = o->in + chunk * o->in_width;
+    float *out = o->out + chunk * o->out_width;
+    double mean = 0, squares = 0;
+    RFI_UNUSED(thread);
+    for (uint32_t i = 0; i < n; i++) mean += (double)in[i] / n;
+    for (uint32_t i = 0; i < n; i++) squares += ((double)in[i] - mean) * ((double)in[i] - mean);
+    const float least = (float)(mean + (double)o->op->trim.cutoff * sqrt(squares / (n - 1)));
+    for (uint32_t i = 0; i < n; i++) out[i] = in[i] - least < 0 ? 0 : in[i] - least;
 }
 
 static void rfi_cpu_blend(void *ctx, uint32_t chunk, uint32_t thread) {
@@ -14785,9 +14973,11 @@ static void rfi_cpu_experts(void *ctx, uint32_t chunk, uint32_t thread) {
 static void rfi_cpu_mix(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     RFI_UNUSED(thread);
-    const uint32_t first = o->op->flags & RF_OP_SIGMOID ? 0 : o->op->mix.n_used; /* after the ids of a ROUTE */
-    rfi_mix_row(o->op, o->in + chunk * o->in_width, o->in2 ? o->in2 + chunk * o->in2_width + first : NULL,
-                o->out + chunk * o->out_width);
+    const rf_mix_params *p = &o->op->mix;
+    uint32_t at = o->op->flags & RF_OP_SIGMOID || p->n_out ? 0 : p->n_used; /* after the ids of a ROUTE */
+    for (uint32_t i = 0; i < (p->n_out ? p->n_out : 1); i++, at += p->n_used)
+        rfi_mix_row(o->op, o->in + chunk * o->in_width, o->in2 ? o->in2 + chunk * o->in2_width + at : NULL,
+                    o->out + chunk * o->out_width + (uint64_t)i * p->n);
 }
 
 /* A vector weight as float32: in place if it is f32, else converted into vector buffer `part`. */
@@ -15055,6 +15245,8 @@ static void rfi_cpu_run_op(rfi_cpu_plan *p, uint32_t index, const rf_step *step)
     case RF_OP_SCAN: rfi_cpu_run_scan(&o); break;
     case RF_OP_SLICE: rfi_pool_run(pool, rfi_cpu_slice, &o, o.n_rows); break;
     case RF_OP_INDEX: rfi_cpu_run_index(&o); break;
+    case RF_OP_MATCH: rfi_pool_run(pool, rfi_cpu_match, &o, o.n_rows); break;
+    case RF_OP_TRIM: rfi_pool_run(pool, rfi_cpu_trim, &o, o.n_rows); break;
     case RF_OP_BLEND:
         o.vector = rfi_cpu_vector(p, op->weight, 0, op->blend.n, 0);
         rfi_pool_run(pool, rfi_cpu_blend, &o, o.n_rows);
@@ -30494,6 +30686,7 @@ RFI_ONCE_CODE_END
  *            back to each of the last rows that asked for logits.
  *          dots3note, hrm_text, hy_v4, qwen4exp: ops HYPER, SPREAD (hyper-connections); rf_plan.ngrams, rows of a table
  *            that stays in the file; rf_conv_params.dilation, and means; rf_rope_params.shift.
+ *          gemma3n: ops MATCH and TRIM, rf_mix_params.n_out, rf_spread_params.first.
  *   0.2.0  Renames and one rule for each kind of call; old -> new:
  *            rf_eval, rf_forward                 -> rf_session_eval, rf_session_forward
  *            rf_row                              -> rf_token_row

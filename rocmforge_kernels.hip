@@ -1993,19 +1993,20 @@ RFK_DEVICE void rfk_choose(const rfk_route_args &a, uint32_t row, uint32_t *ids,
 }
 
 /* out (+)= scale * sum over the chosen experts of weight * in, in order of choice.
- *   grid [ceil(n / 256), rows]   block 256 */
+ *   grid [ceil(n / 256), rows, sums]   block 256 */
 struct rfk_mix_args {
-    const float *in, *route; /* [rows, n_used, n]; [rows, 2, n_used], or [rows, n_used] before the sigmoid */
+    const float *in, *route; /* [rows, n_used, n]; [rows, 2, n_used], or [rows, sums, n_used] from `first` 0 on */
     float *out;
-    uint32_t in_stride, route_stride, out_stride, n, n_used, accumulate, sigmoid;
+    uint32_t in_stride, route_stride, out_stride, n, n_used, first, accumulate, sigmoid;
     float scale;
 };
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_mix(rfk_mix_args a) {
     uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
     if (i >= a.n) return;
     const float *in = a.in + (size_t)blockIdx.y * a.in_stride + i,
-                *weight = a.route ? a.route + (size_t)blockIdx.y * a.route_stride + (a.sigmoid ? 0 : a.n_used) : NULL;
-    float *out = a.out + (size_t)blockIdx.y * a.out_stride + i, sum = 0;
+                *weight = a.route ? a.route + (size_t)blockIdx.y * a.route_stride : NULL;
+    float *out = a.out + (size_t)blockIdx.y * a.out_stride + (size_t)blockIdx.z * a.n + i, sum = 0;
+    if (weight) weight += a.first + blockIdx.z * a.n_used;
     for (uint32_t k = 0; k < a.n_used; k++)
         sum += (!weight ? 1.0f : a.sigmoid ? 1.0f / (1.0f + expf(-weight[k])) : weight[k]) * in[(size_t)k * a.n];
     *out = (a.accumulate ? *out : 0.0f) + a.scale * sum;
@@ -6112,7 +6113,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_blend(rfk_blend_args a) {
 struct rfk_spread_args {
     const float *in, *in2, *in3; /* as rf_spread_params; NULL: none */
     float *out;
-    uint32_t in_stride, in2_stride, in3_stride, out_stride, n, accumulate, sigmoid;
+    uint32_t in_stride, in2_stride, in3_stride, out_stride, n, first, accumulate, sigmoid;
     float scale;
 };
 struct rfk_spread_shared {
@@ -6122,7 +6123,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_spread(rfk_spread_args a) {
     RFK_SHARED(rfk_spread_shared, s);
     const size_t at = (size_t)blockIdx.y * a.n;
     const float *in = a.in + (size_t)blockIdx.x * a.in_stride;
-    float *out = a.out + (size_t)blockIdx.x * a.out_stride + at, w = a.scale;
+    float *out = a.out + (size_t)blockIdx.x * a.out_stride + (size_t)a.first * a.n + at, w = a.scale;
     if (a.in3) {
         const float *x = a.in2 + (size_t)blockIdx.x * a.in2_stride + at,
                     *y = a.in3 + (size_t)blockIdx.x * a.in3_stride + at;
@@ -6156,6 +6157,45 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_hyper(rfk_hyper_args a) {
         }
         a.out[(size_t)blockIdx.x * a.out_stride + to] = w;
     }
+}
+
+/* Vectors of `in` with the length of in2's.   grid [T, groups]   block 256 */
+struct rfk_match_args {
+    const float *in, *in2;
+    float *out;
+    uint32_t in_stride, in2_stride, out_stride, n;
+};
+struct rfk_match_shared {
+    float parts[RFK_BLOCK];
+};
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_match(rfk_match_args a) {
+    RFK_SHARED(rfk_match_shared, s);
+    const float *in = a.in + (size_t)blockIdx.x * a.in_stride + (size_t)blockIdx.y * a.n,
+                *as = a.in2 + (size_t)blockIdx.x * a.in2_stride;
+    float *out = a.out + (size_t)blockIdx.x * a.out_stride + (size_t)blockIdx.y * a.n, found = 0, want = 0;
+    for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK) found += in[i] * in[i], want += as[i] * as[i];
+    found = rfk_block_join(s.parts, found, true);
+    want = rfk_block_join(s.parts, want, true);
+    const float factor = found > 0 ? sqrtf(want / found) : 0.0f;
+    for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK) out[i] = factor * in[i];
+}
+
+/* What is above mean + cutoff * deviation.   grid [T]   block 256 */
+struct rfk_trim_args {
+    const float *in;
+    float *out;
+    uint32_t in_stride, out_stride, n;
+    float cutoff;
+};
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_trim(rfk_trim_args a) {
+    RFK_SHARED(rfk_match_shared, s);
+    const float *in = a.in + (size_t)blockIdx.x * a.in_stride;
+    float *out = a.out + (size_t)blockIdx.x * a.out_stride, sum = 0, squares = 0;
+    for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK) sum += in[i];
+    const float mean = rfk_block_join(s.parts, sum, true) / (float)a.n;
+    for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK) squares += (in[i] - mean) * (in[i] - mean);
+    const float least = mean + a.cutoff * sqrtf(rfk_block_join(s.parts, squares, true) / (float)(a.n - 1));
+    for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK) out[i] = in[i] - least < 0 ? 0.0f : in[i] - least;
 }
 
 /* ---- the indexer of sparse attention ---- */
@@ -9516,7 +9556,7 @@ static int rfk_match_mixture(const rf_prepared *p, uint32_t i, uint32_t end, rfk
     const rf_plan *plan = p->plan;
     const rf_op *e = &plan->ops[i], *d = e + 3, *mix = e + 4;
     if (i + 5 > end || e[0].kind != RF_OP_EXPERTS || e[1].kind != RF_OP_EXPERTS || d->kind != RF_OP_EXPERTS ||
-        mix->kind != RF_OP_MIX)
+        mix->kind != RF_OP_MIX || mix->mix.n_out)
         return 0;
     const uint32_t n = e->experts.n_out, n_used = e->experts.n_used, type = rfk_kernel_type_of(plan, e);
     *up = rfk_no_launch(RFK_FUSED_UP, i);
@@ -10514,6 +10554,7 @@ static rf_result rfk_run_spread(const rfk_launching *l) {
     a.in3_stride = l->b.in3_stride;
     a.out_stride = l->b.out_stride;
     a.n = l->op->spread.n;
+    a.first = l->op->spread.first;
     a.accumulate = (l->op->flags & RF_OP_ACCUMULATE) != 0;
     a.sigmoid = (l->op->flags & RF_OP_SIGMOID) != 0;
     a.scale = l->op->spread.scale != 0 ? l->op->spread.scale : 1.0f;
@@ -10533,6 +10574,29 @@ static rf_result rfk_run_hyper(const rfk_launching *l) {
     a.magnitude = l->op->hyper.magnitude;
     a.eps = l->op->hyper.eps;
     return rfk_enqueue(l, rfk_hyper, dim3(l->n_rows), RFK_BLOCK, a);
+}
+
+static rf_result rfk_run_match(const rfk_launching *l) {
+    rfk_match_args a;
+    a.in = l->b.in;
+    a.in2 = l->b.in2;
+    a.out = l->b.out;
+    a.in_stride = l->b.in_stride;
+    a.in2_stride = l->b.in2_stride;
+    a.out_stride = l->b.out_stride;
+    a.n = l->op->match.n;
+    return rfk_enqueue(l, rfk_match, dim3(l->n_rows, l->op->match.n_groups), RFK_BLOCK, a);
+}
+
+static rf_result rfk_run_trim(const rfk_launching *l) {
+    rfk_trim_args a;
+    a.in = l->b.in;
+    a.out = l->b.out;
+    a.in_stride = l->b.in_stride;
+    a.out_stride = l->b.out_stride;
+    a.n = l->op->trim.n;
+    a.cutoff = l->op->trim.cutoff;
+    return rfk_enqueue(l, rfk_trim, dim3(l->n_rows), RFK_BLOCK, a);
 }
 
 static rf_result rfk_run_index(const rfk_launching *l) {
@@ -10802,8 +10866,10 @@ static rf_result rfk_run_mix(const rfk_launching *l) {
     a.n_used = m->n_used;
     a.accumulate = (op->flags & RF_OP_ACCUMULATE) != 0;
     a.sigmoid = (op->flags & RF_OP_SIGMOID) != 0;
+    a.first = a.sigmoid || m->n_out ? 0 : a.n_used;
     a.scale = m->scale != 0 ? m->scale : 1;
-    return rfk_enqueue(l, rfk_mix, dim3(rfk_ceil_div(a.n, RFK_BLOCK), l->n_rows), RFK_BLOCK, a);
+    const uint32_t n_sums = m->n_out ? m->n_out : 1;
+    return rfk_enqueue(l, rfk_mix, dim3(rfk_ceil_div(a.n, RFK_BLOCK), l->n_rows, n_sums), RFK_BLOCK, a);
 }
 
 static rf_result rfk_run_conv(const rfk_launching *l) {
@@ -11338,6 +11404,8 @@ static rf_result rfk_run_kind(rfk_launching *l) {
     case RF_OP_BLEND: return rfk_run_blend(l);
     case RF_OP_SPREAD: return rfk_run_spread(l);
     case RF_OP_HYPER: return rfk_run_hyper(l);
+    case RF_OP_MATCH: return rfk_run_match(l);
+    case RF_OP_TRIM: return rfk_run_trim(l);
     default: return rfk_run_argmax(l);
     }
 }

@@ -969,8 +969,9 @@ def gemma4_attention(m, il, h, kept):
     """scores are not scaled; values are normalised, without weights. kept: keys and values by layer"""
     b, pattern = 'blk.%d.attn_' % il, m.get('attention.sliding_window_pattern')
     windowed, swa = pattern[il], '_swa' if pattern[il] else ''
-    n_rot, base = m.get('rope.dimension_count' + swa), m.get('rope.freq_base' + swa)
-    factors, eps = 1.0 if windowed else m.at('rope_freqs.weight'), m.get('attention.layer_norm_rms_epsilon')
+    n_rot, base = m.get('rope.dimension_count' + swa, m.get('rope.dimension_count')), m.get('rope.freq_base' + swa)
+    factors = 1.0 if windowed or not m.has('rope_freqs.weight') else m.at('rope_freqs.weight')
+    eps = m.get('attention.layer_norm_rms_epsilon')
     q = rms_norm(m, b + 'q_norm', heads(linear(m, b + 'q', h), m.get('attention.head_count')))
     first_shared = m.get('block_count') - m.get('attention.shared_kv_layers')
     if il < first_shared:
@@ -1030,6 +1031,82 @@ def make_gemma4():
         m.weight('blk.%d.proj' % il, N_EMBD, width)
         m.norm('blk.%d.post_norm' % il, N_EMBD, mean=3.0)
     return m, gemma4_decoder
+
+
+def altup_router(m, il, x):
+    b = 'blk.%d.altup_' % il
+    return np.tanh(linear(m, b + 'router', rms_norm(m, b + 'router_norm', x) / x.shape[1]))
+
+
+def gemma3n_layer(m, il, streams, kept, extra):
+    """streams [n, T, n_embd]: the first is computed, all are predicted before and corrected after (AltUp)"""
+    b, n = 'blk.%d.' % il, len(streams)
+    mix = linear(m, b + 'altup_predict_coef', altup_router(m, il, streams[0])).reshape(-1, n, n)
+    predicted = streams + np.einsum('tok,kte->ote', mix, streams)
+    active = predicted[0]
+    h = rms_norm(m, b + 'attn_norm', active)
+    laurel = h + rms_norm(m, b + 'laurel_post_norm', linear(m, b + 'laurel_r', linear(m, b + 'laurel_l', h)))
+    attended = active + rms_norm(m, b + 'post_attention_norm', gemma4_attention(m, il, h, kept))
+    x = (attended + laurel) / 2.0 ** 0.5
+    h = rms_norm(m, b + 'ffn_norm', x)
+    gate, cutoff = linear(m, b + 'ffn_gate', h), m.get('activation_sparsity_scale')[il]
+    if np.isfinite(cutoff):  # only what stands out among the gates of a token
+        least = gate.mean(1, keepdims=True) + cutoff * gate.std(1, ddof=1, keepdims=True)
+        gate = np.maximum(gate - least, 0.0)
+    y = linear(m, b + 'ffn_down', gelu(gate) * linear(m, b + 'ffn_up', h))
+    x = x + rms_norm(m, b + 'post_ffw_norm', y)
+    gain = 1.0 + linear(m, b + 'altup_correct_coef', altup_router(m, il, x))
+    streams = predicted + gain.T[:, :, None] * (x - active)
+    seen = linear(m, b + 'inp_gate', streams[0] * m.at(b + 'altup_correct_scale.weight'))
+    more = rms_norm(m, b + 'post_norm', linear(m, b + 'proj', gelu(seen) * extra[:, il]))
+    return np.concatenate([streams[:1], streams[1:] + more])
+
+
+def make_gemma3n():
+    """AltUp, LAuReL, trimmed gates, a second embedding; layers that share keys and values have matrices for them, too,
+    which nothing reads"""
+    m, layers, width, n, rank = Model('gemma3n', 'gemma3n'), 5, 8, 3, 6
+    common_keys(m, layers=layers, n_head=4, n_kv=2, head_dim=16, n_ff=40, base=1000.0)
+    m.bools(attention__sliding_window_pattern=[True, True, False, True, False])
+    m.u32(attention__sliding_window=6, attention__shared_kv_layers=2, embedding_length_per_layer_input=width,
+          altup__num_inputs=n, altup__active_idx=0)
+    m.f32(rope__freq_base_swa=100.0, final_logit_softcapping=9.0)
+    m.put('f32s', dict(activation_sparsity_scale=[1.25, 0.5, -0.25, -np.inf, -np.inf]))
+    put_embeddings(m, tied=True)
+    m.weight('per_layer_token_embd', N_VOCAB, layers * width, gain=layers ** 0.5)
+    m.weight('per_layer_model_proj', layers * width, N_EMBD)
+    m.norm('per_layer_proj_norm', width)
+    for name in 'altup_proj', 'altup_unembd_proj': m.weight(name, n - 1, N_EMBD, N_EMBD)
+    for il in range(layers):
+        b = 'blk.%d.' % il
+        put_attention(m, il)
+        put_ffn(m, il, 40)
+        for name in 'attn_q_norm', 'attn_k_norm': m.norm(b + name, 16)
+        for name in 'attn_norm', 'ffn_norm', 'laurel_post_norm', 'altup_router_norm', 'altup_correct_scale':
+            m.norm(b + name, N_EMBD)
+        for name in 'post_attention_norm', 'post_ffw_norm', 'post_norm': m.norm(b + name, N_EMBD, mean=3.0)
+        m.weight(b + 'altup_router', n, N_EMBD, gain=N_EMBD)
+        m.weight(b + 'altup_predict_coef', n * n, n, gain=0.5)
+        m.weight(b + 'altup_correct_coef', n, n, gain=0.5)
+        m.weight(b + 'laurel_l', rank, N_EMBD)
+        m.weight(b + 'laurel_r', N_EMBD, rank)
+        m.weight(b + 'inp_gate', width, N_EMBD)
+        m.weight(b + 'proj', N_EMBD, width)
+
+    def forward(m, tokens):
+        def length(x): return np.sqrt((x * x).sum(-1, keepdims=True))
+        x, kept = m.at('token_embd.weight')[tokens] * N_EMBD ** 0.5, {}
+        own = m.at('per_layer_token_embd.weight')[tokens] * width ** 0.5
+        seen = rms_norm(m, 'per_layer_proj_norm', heads(linear(m, 'per_layer_model_proj', x) * N_EMBD ** -0.5, layers))
+        extra = (heads(own, layers) + seen) * 0.5 ** 0.5
+        others = np.einsum('sij,tj->sti', m.at('altup_proj.weight'), x)
+        streams = np.concatenate([x[None], others / length(others) * length(x)])
+        for il in range(layers): streams = gemma3n_layer(m, il, streams, kept, extra)
+        others = np.einsum('sij,stj->sti', m.at('altup_unembd_proj.weight'), streams[1:])
+        x = (streams[0] + (others / length(others) * length(streams[0])).sum(0)) / n
+        cap = m.get('final_logit_softcapping')
+        return cap * np.tanh(logits(m, rms_norm(m, 'output_norm', x)) / cap)
+    return m, forward
 
 
 def make_gemma4_moe():
@@ -2583,7 +2660,7 @@ def make_step35():
 
 FAMILIES = [make_mixtral, make_qwen2moe, make_olmoe, make_lfm2, make_lfm2moe, make_qwen35, make_qwen35moe,
             make_qwen35moe_fused, make_qwen3next, make_qwen3next_legacy, make_cohere2, make_internlm2, make_exaone,
-            make_seed_oss, make_mpt, make_bloom, make_gemma4, make_gemma4_moe,
+            make_seed_oss, make_mpt, make_bloom, make_gemma4, make_gemma4_moe, make_gemma3n,
             make_gemma, make_deepseek2_groups, make_deepseek2_lite,
             make_deepseek2_lite_legacy, make_gemma3_linear, make_olmo3, make_lfm2_bias, make_command_r_plus,
             make_stablelm_12b, make_mamba, make_jamba, make_falcon_h1,

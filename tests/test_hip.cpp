@@ -1964,16 +1964,16 @@ static void test_spread() {
     std::vector<Row> list = combinations(std::vector<int>{4, 2, 2, 4, 2, n_devices});
     for (size_t i = 0; i < list.size(); i++) {
         const Row &r = list[i];
-        const uint32_t n = ns[r[0]], S = streams[r[1]], T = Ts[r[2]], all = n * S;
+        const uint32_t n = ns[r[0]], S = streams[r[1]], T = Ts[r[2]], all = n * S, first = i % 3, width = all + first * n + 1;
         const int by = r[3];
         const bool add = r[4];
         Rig g(devices[(size_t)r[5]]);
-        const uint32_t in = g.buffer(n + 2), a = g.buffer(all + 3), b = g.buffer(all), out = g.buffer(all + 1);
+        const uint32_t in = g.buffer(n + 2), a = g.buffer(all + 3), b = g.buffer(all), out = g.buffer(width);
         const std::vector<float> x = values((size_t)T * (n + 2)), p = values((size_t)T * (all + 3)), q = values((size_t)T * all),
-                                 y = values((size_t)T * (all + 1));
+                                 y = values((size_t)T * width);
         rf_op *o = g.op(RF_OP_SPREAD);
         o->in = in, o->in2 = by ? a : RF_NONE, o->in3 = by == 2 ? b : RF_NONE, o->out = out;
-        o->flags = (add ? RF_OP_ACCUMULATE : 0) | (by == 1 ? RF_OP_SIGMOID : 0), o->spread = rf_spread_params{n, S, add ? 2.0f : 0.0f};
+        o->flags = (add ? RF_OP_ACCUMULATE : 0) | (by == 1 ? RF_OP_SIGMOID : 0), o->spread = rf_spread_params{n, S, add ? 2.0f : 0.0f, first};
         REQUIRE(g.open(T, 1, 64) == RF_OK, "%s", g.err.text);
         g.set(in, x), g.set(a, p), g.set(b, q), g.set(out, y);
         REQUIRE(g.run(rows_of(T)) == RF_OK, "%s", g.err.text);
@@ -1986,11 +1986,90 @@ static void test_spread() {
                 if (by == 2) v = (dot > 0 ? 1 : -1) * sqrt(fmax(fabs(dot), 1e-6));
                 v = by == 3 ? v : by ? 1 / (1 + exp(-v)) : 1;
                 for (uint32_t j = 0; j < n; j++) {
-                    double &w = want[(size_t)t * (all + 1) + s * n + j];
+                    double &w = want[(size_t)t * width + (first + s) * n + j];
                     w = (add ? w : 0) + (add ? 2 : 1) * v * x[(size_t)t * (n + 2) + j];
                 }
             }
         compare(g.get(out), want, FLOAT_TOLERANCE, NMSE_TOLERANCE, "spread");
+    }
+}
+
+static void test_mix_of_streams() {
+    static const uint32_t ns[] = {1, 37, 256, 700}, outs[] = {1, 4, 5}, Ts[] = {1, 7};
+    std::vector<Row> list = combinations(std::vector<int>{4, 3, 2, 2, n_devices});
+    for (size_t i = 0; i < list.size(); i++) {
+        const Row &r = list[i];
+        const uint32_t n = ns[r[0]], S = outs[r[1]], used = 3, T = Ts[r[2]], width = n * S + 1;
+        const bool add = r[3];
+        Rig g(devices[(size_t)r[4]]);
+        const uint32_t in = g.buffer(n * used), by = g.buffer(S * used + 2), out = g.buffer(width);
+        const std::vector<float> x = values((size_t)T * n * used), w = values((size_t)T * (S * used + 2)), y = values((size_t)T * width);
+        rf_op *o = g.op(RF_OP_MIX);
+        o->in = in, o->in2 = by, o->out = out, o->flags = add ? RF_OP_ACCUMULATE : 0, o->mix = rf_mix_params{n, used, add ? 2.0f : 0.0f, S};
+        REQUIRE(g.open(T, 1, 64) == RF_OK, "%s", g.err.text);
+        g.set(in, x), g.set(by, w), g.set(out, y);
+        REQUIRE(g.run(rows_of(T)) == RF_OK, "%s", g.err.text);
+        std::vector<double> want(y.begin(), y.end());
+        for (uint32_t t = 0; t < T; t++)
+            for (uint32_t j = 0; j < n * S; j++) {
+                double sum = 0, &to = want[(size_t)t * width + j];
+                for (uint32_t k = 0; k < used; k++)
+                    sum += (double)w[(size_t)t * (S * used + 2) + j / n * used + k] * x[((size_t)t * used + k) * n + j % n];
+                to = add ? to + 2 * sum : sum;
+            }
+        compare(g.get(out), want, FLOAT_TOLERANCE, NMSE_TOLERANCE, "mix of streams");
+    }
+}
+
+static void test_match() {
+    static const uint32_t ns[] = {1, 37, 256, 700}, groups[] = {1, 3}, Ts[] = {1, 7};
+    std::vector<Row> list = combinations(std::vector<int>{4, 2, 2, 2, n_devices});
+    for (size_t i = 0; i < list.size(); i++) {
+        const Row &r = list[i];
+        const uint32_t n = ns[r[0]], S = groups[r[1]], T = Ts[r[2]], width = n * S + 1;
+        Rig g(devices[(size_t)r[4]]);
+        const uint32_t in = g.buffer(width), as = g.buffer(n + 2), out = r[3] ? in : g.buffer(width);
+        const std::vector<float> x = values((size_t)T * width), a = values((size_t)T * (n + 2));
+        rf_op *o = g.op(RF_OP_MATCH);
+        o->in = in, o->in2 = as, o->out = out, o->match = rf_match_params{S, n};
+        REQUIRE(g.open(T, 1, 64) == RF_OK, "%s", g.err.text);
+        g.set(in, x), g.set(as, a), g.set(out, x);
+        REQUIRE(g.run(rows_of(T)) == RF_OK, "%s", g.err.text);
+        std::vector<double> want(x.begin(), x.end());
+        for (uint32_t t = 0; t < T; t++)
+            for (uint32_t s = 0; s < S; s++) {
+                double found = 0, length = 0;
+                double *w = &want[(size_t)t * width + s * n];
+                for (uint32_t j = 0; j < n; j++) found += w[j] * w[j], length += pow(a[(size_t)t * (n + 2) + j], 2);
+                for (uint32_t j = 0; j < n; j++) w[j] *= sqrt(length / found);
+            }
+        compare(g.get(out), want, FLOAT_TOLERANCE, NMSE_TOLERANCE, "match");
+    }
+}
+
+static void test_trim() {
+    static const uint32_t ns[] = {2, 37, 256, 1000}, Ts[] = {1, 7};
+    static const float cutoffs[] = {-0.5f, 0, 1.25f};
+    std::vector<Row> list = combinations(std::vector<int>{4, 3, 2, 2, n_devices});
+    for (size_t i = 0; i < list.size(); i++) {
+        const Row &r = list[i];
+        const uint32_t n = ns[r[0]], T = Ts[r[2]], width = n + 1;
+        Rig g(devices[(size_t)r[4]]);
+        const uint32_t in = g.buffer(width), out = r[3] ? in : g.buffer(width);
+        const std::vector<float> x = values((size_t)T * width);
+        rf_op *o = g.op(RF_OP_TRIM);
+        o->in = in, o->out = out, o->trim = rf_trim_params{n, cutoffs[r[1]]};
+        REQUIRE(g.open(T, 1, 64) == RF_OK, "%s", g.err.text);
+        g.set(in, x), g.set(out, x);
+        REQUIRE(g.run(rows_of(T)) == RF_OK, "%s", g.err.text);
+        std::vector<double> want(x.begin(), x.end());
+        for (uint32_t t = 0; t < T; t++) {
+            double mean = 0, squares = 0, *w = &want[(size_t)t * width];
+            for (uint32_t j = 0; j < n; j++) mean += w[j] / n;
+            for (uint32_t j = 0; j < n; j++) squares += (w[j] - mean) * (w[j] - mean) / (n - 1);
+            for (uint32_t j = 0; j < n; j++) w[j] = fmax(w[j] - mean - (double)cutoffs[r[1]] * sqrt(squares), 0);
+        }
+        compare(g.get(out), want, FLOAT_TOLERANCE, NMSE_TOLERANCE, "trim");
     }
 }
 
@@ -3591,6 +3670,9 @@ int main(int argc, char **argv) {
     RUN(test_blend);
     RUN(test_spread);
     RUN(test_hyper);
+    RUN(test_mix_of_streams);
+    RUN(test_match);
+    RUN(test_trim);
     RUN(test_together);
     RUN(test_joined_norm);
     RUN(test_glu_launch);

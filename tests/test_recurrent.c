@@ -646,16 +646,18 @@ static void test_hyper_op(void) {
 static void test_spread_op(void) {
     enum { N = 37, S = 5 };
     static one_op o;
-    static double want[ROWS * N * S];
+    static double want[ROWS * N * (S + 2)];
     for (uint32_t kind = 0; kind < 8; kind++) {
         const int by = kind % 4, add = kind > 3;
+        const uint32_t first = kind % 3, all = S + first;
         rf_error err = {0};
         memset(&o, 0, sizeof o);
         o.op = (rf_op){.kind = RF_OP_SPREAD, .flags = (add ? RF_OP_ACCUMULATE : 0) | (by == 1 ? RF_OP_SIGMOID : 0), .in = 0,
                        .in2 = by ? 1 : RF_NONE, .in3 = by == 2 ? 2 : RF_NONE, .out = 3, .state = RF_NONE, .weight = RF_NONE, .bias = RF_NONE,
-                       .factor = RF_NONE, .spread = {N, S, add ? 2.0f : 0}};
-        o.state.width = 1, o.widths[0] = N, o.widths[1] = o.widths[2] = o.widths[3] = N * S;
-        fill(o.x[0], ROWS * N, 1), fill(o.x[1], ROWS * N * S, 2), fill(o.x[2], ROWS * N * S, 3), fill(o.y, ROWS * N * S, 4);
+                       .factor = RF_NONE, .spread = {N, S, add ? 2.0f : 0, first}};
+        o.state.width = 1, o.widths[0] = N, o.widths[1] = o.widths[2] = N * S, o.widths[3] = N * all;
+        fill(o.x[0], ROWS * N, 1), fill(o.x[1], ROWS * N * S, 2), fill(o.x[2], ROWS * N * S, 3), fill(o.y, ROWS * N * all, 4);
+        for (uint32_t i = 0; i < ROWS * N * all; i++) want[i] = o.y[i];
         memset(o.x[1], 0, N * sizeof(float));
         for (uint32_t i = 0; i < N; i++) o.x[1][N + i] = i ? 0 : 1e-5f;
         for (uint32_t r = 0; r < ROWS; r++)
@@ -665,10 +667,77 @@ static void test_spread_op(void) {
                 for (uint32_t i = 0; i < N; i++) dot += (double)o.x[1][at + i] * o.x[2][at + i] / sqrt(N);
                 if (by == 2) x = (dot > 0) - (dot < 0), x *= sqrt(fmax(fabs(dot), 1e-6));
                 x = by == 3 ? x : by ? 1 / (1 + exp(-x)) : 1;
-                for (uint32_t i = 0; i < N; i++) want[at + i] = (add ? o.y[at + i] : 0) + x * (add ? 2 : 1) * o.x[0][r * N + i];
+                for (uint32_t i = 0; i < N; i++) {
+                    double *w = &want[(r * all + first + s) * N + i];
+                    *w = (add ? *w : 0) + x * (add ? 2 : 1) * o.x[0][r * N + i];
+                }
             }
         CHECK(run_one(&o, turns, &err) == RF_OK, "%s", err.text);
-        agree(o.y, want, ROWS * N * S, "spread");
+        agree(o.y, want, ROWS * N * all, "spread");
+    }
+}
+
+/* Several sums of the same vectors, in the place of what is there or added to it. */
+static void test_mix_op(void) {
+    enum { N = 257, USED = 3, OUT = 4 };
+    static one_op o;
+    static double want[ROWS * OUT * N];
+    for (uint32_t kind = 0; kind < 4; kind++) {
+        const int add = kind & 1, sigmoid = kind / 2;
+        rf_error err = {0};
+        memset(&o, 0, sizeof o);
+        o.op = (rf_op){.kind = RF_OP_MIX, .flags = (add ? RF_OP_ACCUMULATE : 0) | (sigmoid ? RF_OP_SIGMOID : 0), .in = 0, .in2 = 1,
+                       .in3 = RF_NONE, .out = 3, .state = RF_NONE, .weight = RF_NONE, .bias = RF_NONE, .factor = RF_NONE,
+                       .mix = {N, USED, add ? 0.5f : 0, OUT}};
+        o.state.width = 1, o.widths[0] = USED * N, o.widths[1] = USED * OUT, o.widths[2] = 1, o.widths[3] = OUT * N;
+        fill(o.x[0], ROWS * USED * N, 1), fill(o.x[1], ROWS * USED * OUT, 2), fill(o.y, ROWS * OUT * N, 4);
+        for (uint32_t i = 0; i < ROWS * OUT * N; i++) {
+            const uint32_t r = i / (OUT * N), to = i / N % OUT;
+            want[i] = add ? o.y[i] : 0;
+            for (uint32_t k = 0; k < USED; k++) {
+                const double w = o.x[1][(r * OUT + to) * USED + k];
+                want[i] += (add ? 0.5 : 1) * (sigmoid ? 1 / (1 + exp(-w)) : w) * o.x[0][(r * USED + k) * N + i % N];
+            }
+        }
+        CHECK(run_one(&o, turns, &err) == RF_OK, "%s", err.text);
+        agree(o.y, want, ROWS * OUT * N, "mix");
+    }
+}
+
+/* Vectors as long as another, one of them 0; and what stands out of a row. */
+static void test_match_and_trim_ops(void) {
+    enum { N = 43, S = 3 };
+    static one_op o;
+    static double want[ROWS * N * S];
+    rf_error err = {0};
+    memset(&o, 0, sizeof o);
+    o.op = (rf_op){.kind = RF_OP_MATCH, .in = 0, .in2 = 1, .in3 = RF_NONE, .out = 3, .state = RF_NONE, .weight = RF_NONE, .bias = RF_NONE,
+                   .factor = RF_NONE, .match = {S, N}};
+    o.state.width = 1, o.widths[0] = o.widths[3] = N * S, o.widths[1] = N, o.widths[2] = 1;
+    fill(o.x[0], ROWS * N * S, 1), fill(o.x[1], ROWS * N, 2);
+    memset(o.x[0] + N, 0, N * sizeof(float));
+    for (uint32_t i = 0; i < ROWS * N * S; i++) {
+        double found = 0, as = 0;
+        for (uint32_t j = 0; j < N; j++) {
+            found += pow(o.x[0][i / N * N + j], 2);
+            as += pow(o.x[1][i / (N * S) * N + j], 2);
+        }
+        want[i] = found > 0 ? o.x[0][i] * sqrt(as / found) : 0;
+    }
+    CHECK(run_one(&o, turns, &err) == RF_OK, "%s", err.text);
+    agree(o.y, want, ROWS * N * S, "match");
+    for (int k = -1; k < 2; k++) {
+        o.op = (rf_op){.kind = RF_OP_TRIM, .in = 0, .in2 = RF_NONE, .in3 = RF_NONE, .out = 3, .state = RF_NONE, .weight = RF_NONE,
+                       .bias = RF_NONE, .factor = RF_NONE, .trim = {N * S, 0.75f * (float)k}};
+        for (uint32_t r = 0; r < ROWS; r++) {
+            const float *x = o.x[0] + r * N * S;
+            double mean = 0, squares = 0;
+            for (uint32_t i = 0; i < N * S; i++) mean += x[i] / (double)(N * S);
+            for (uint32_t i = 0; i < N * S; i++) squares += (x[i] - mean) * (x[i] - mean) / (N * S - 1);
+            for (uint32_t i = 0; i < N * S; i++) want[r * N * S + i] = fmax(x[i] - mean - 0.75 * k * sqrt(squares), 0);
+        }
+        CHECK(run_one(&o, turns, &err) == RF_OK, "%s", err.text);
+        agree(o.y, want, ROWS * N * S, "trim");
     }
 }
 
@@ -773,6 +842,8 @@ int main(int argc, char **argv) {
         RUN(test_blend_op);
         RUN(test_spread_op);
         RUN(test_hyper_op);
+        RUN(test_mix_op);
+        RUN(test_match_and_trim_ops);
         RUN(test_wide_delta);
         RUN(test_slice_op);
         RUN(test_batches);
