@@ -2371,6 +2371,11 @@ typedef struct rf_device_api {
     /* host memory that copies can read and write asynchronously (pinned) */
     rf_result (*host_create)(rf_dev *d, uint64_t size_bytes, void **out, rf_error *err);
     void (*host_release)(rf_dev *d, void *host);
+    /* d's copies use host memory, too, that another device of this table created. host_release of d ends that, before
+     * the memory is released there. NULL: d's copies use any memory. */
+    rf_result (*host_share)(rf_dev *d, void *host, uint64_t size_bytes, rf_error *err);
+    /* d shall read other's memory itself in mem_copy. RF_ERR_UNSUPPORTED: it cannot */
+    rf_result (*peer_open)(rf_dev *d, rf_dev *other, rf_error *err);
     /* device memory, aligned to 256, contents undefined; release waits for nothing: the host knows it is idle */
     rf_result (*mem_create)(rf_dev *d, uint64_t size_bytes, rf_mem *out, rf_error *err);
     void (*mem_release)(rf_dev *d, rf_mem *mem);
@@ -15336,6 +15341,11 @@ static rf_result rfi_cpu_host_create(rf_dev *d, uint64_t size_bytes, void **out,
 
 static void rfi_cpu_host_release(rf_dev *d, void *host) { rfi_free_aligned(&rfi_cpu_of(d)->alloc, host); }
 
+static rf_result rfi_cpu_peer_open(rf_dev *d, rf_dev *other, rf_error *err) {
+    (void)d, (void)other, (void)err;
+    return RF_OK;
+}
+
 static rf_result rfi_cpu_mem_create(rf_dev *d, uint64_t size_bytes, rf_mem *out, rf_error *err) {
     out->base = rfi_alloc_aligned(&rfi_cpu_of(d)->alloc, size_bytes, 256, "device memory", err);
     out->size_bytes = out->base ? size_bytes : 0;
@@ -15819,6 +15829,7 @@ static const rf_device_api rfi_cpu_api = {
     .device_info = rfi_cpu_device_info,
     .host_create = rfi_cpu_host_create,
     .host_release = rfi_cpu_host_release,
+    .peer_open = rfi_cpu_peer_open,
     .mem_create = rfi_cpu_mem_create,
     .mem_release = rfi_cpu_mem_release,
     .queue_create = rfi_cpu_queue_create,
@@ -15978,6 +15989,11 @@ static rf_result rfi_null_host_create(rf_dev *d, uint64_t size_bytes, void **out
 static void rfi_null_host_release(rf_dev *d, void *host) {
     rfi_free(&rfi_null_of(d)->alloc, host);
     atomic_fetch_sub(&rfi_null_of(d)->n_live, 1);
+}
+
+static rf_result rfi_null_peer_open(rf_dev *d, rf_dev *other, rf_error *err) {
+    RFI_UNUSED(other);
+    return rfi_null_call(rfi_null_of(d), "peer_open", err);
 }
 
 static rf_result rfi_null_mem_create(rf_dev *d, uint64_t size_bytes, rf_mem *out, rf_error *err) {
@@ -16203,6 +16219,7 @@ static const rf_device_api rfi_null_api = {
     .device_info = rfi_null_device_info,
     .host_create = rfi_null_host_create,
     .host_release = rfi_null_host_release,
+    .peer_open = rfi_null_peer_open,
     .mem_create = rfi_null_mem_create,
     .mem_release = rfi_null_mem_release,
     .queue_create = rfi_null_queue_create,
@@ -16235,10 +16252,13 @@ static const rf_device_api rfi_null_api = {
  * consecutive layers, with their weights and states; a cut is where a member's ops begin. The cuts are a function of
  * the plan and of the memory that was free when the group was opened, so that all calls agree on them. Each member has
  * the whole scratch memory; before its first op it copies the buffers that the members before it wrote and that it or a
- * later one reads. */
+ * later one reads: from their memory, or where it cannot (rfi_group_probe) through pinned host memory. On GPUs the host
+ * waits for none of this, so that a member may begin the next micro-batch while the one behind it is at work. */
 
 #define RFI_MEMBERS 16u
 #define RFI_GROUP_TICKETS 64u /* of a queue, that are remembered */
+#define RFI_PROBE_BYTES 65536u
+#define RFI_PROBE_MS 1000u    /* a copy between GPUs that takes longer hangs */
 
 typedef struct rfi_member {
     char name[24];
@@ -16246,14 +16266,28 @@ typedef struct rfi_member {
     rf_dev *dev;
     uint64_t free_bytes; /* when it was opened */
     uint32_t is_gpu;
+    uint32_t peers;      /* bit o: it can copy from the memory of member o */
 } rfi_member;
+
+/* Memory and queues of two members, to see whether one can copy from the other's memory. */
+typedef struct rfi_probe {
+    rfi_member *to, *from;
+    rf_queue *q_to, *q_from;
+    rf_mem mem_to, mem_from;
+    rf_ticket copied;
+} rfi_probe;
 
 typedef struct rfi_group {
     rf_allocator alloc;
     char name[64];
     uint32_t n;
     rfi_member members[RFI_MEMBERS];
-    pthread_mutex_t lock; /* guards what blocks have of members' memory */
+    uint32_t host_member; /* creates host memory: the first GPU, or 0     */
+    char note[160];       /* copies that go through host memory, and why  */
+    rfi_probe *stuck;     /* its copy did not end; NULL: there is none    */
+    pthread_mutex_t lock; /* guards what follows, and what blocks have of members' memory */
+    const rf_plan_weight *weights; /* whose users are known: those of the plan that layouts were asked for last */
+    uint32_t *users;               /* as in rfi_group_table */
 } rfi_group;
 
 /* Bytes [begin, end) of a block are on one member, from byte `at` of its memory on. */
@@ -16297,7 +16331,7 @@ typedef struct rfi_group_plan {
     rf_prepared *prepared[RFI_MEMBERS]; /* NULL: it has no ops                     */
     uint64_t *state_offset;             /* [n_states] in the memory of the state's member */
     uint8_t *enters;                    /* [n][n_buffers] 1: member m takes it from the one before */
-    void *bounce;                       /* host memory for a buffer; NULL: all members can copy from each other */
+    void *bounce[RFI_MEMBERS];          /* host memory for what enters a member; NULL: it copies by itself */
 } rfi_group_plan;
 
 static rfi_group *rfi_group_of(rf_dev *d) { return (rfi_group *)(void *)d; }
@@ -16386,15 +16420,17 @@ static void rfi_group_cut(const rfi_group *g, const rf_plan *plan, uint32_t *cut
     for (uint32_t m = 1; returns && m <= g->n; m++) cuts[m] = plan->n_ops;
 }
 
-/* Bit m for each member that uses a weight. */
-static uint32_t rfi_group_users(const rfi_group *g, const rf_plan *plan, const uint32_t *cuts, uint32_t weight) {
-    uint32_t users = 0;
+/* Bit m for each member that uses a weight: [n_weights]. */
+static void rfi_group_find_users(const rfi_group *g, const rf_plan *plan, uint32_t *users) {
+    uint32_t cuts[RFI_MEMBERS + 1];
+    rfi_group_cut(g, plan, cuts);
+    memset(users, 0, plan->n_weights * sizeof *users);
     for (uint32_t m = 0; m < g->n; m++)
-        for (uint32_t i = cuts[m]; i < cuts[m + 1] && !(users >> m & 1); i++) {
-            const rf_op *op = &plan->ops[i];
-            if (op->weight == weight || op->bias == weight || op->factor == weight) users |= 1u << m;
+        for (uint32_t i = cuts[m]; i < cuts[m + 1]; i++) {
+            const uint32_t ids[RF_OP_WEIGHTS] = {plan->ops[i].weight, plan->ops[i].bias, plan->ops[i].factor};
+            for (uint32_t k = 0; k < RF_OP_WEIGHTS; k++)
+                if (ids[k] != RF_NONE) users[ids[k]] |= 1u << m;
         }
-    return users;
 }
 
 /* Which buffers ops from `begin` on read before they write them. */
@@ -16411,13 +16447,91 @@ static void rfi_group_find_entering(const rf_plan *plan, uint32_t begin, uint8_t
     for (uint32_t i = 0; i < plan->n_buffers; i++) enters[i] = enters[i] == ENTERS;
 }
 
+/* ---- can members copy from each other? ---- */
+
+static void rfi_probe_close(rfi_probe *p) {
+    if (p->q_to) p->to->api->queue_release(p->q_to);
+    if (p->q_from) p->from->api->queue_release(p->q_from);
+    if (p->mem_to.base) p->to->api->mem_release(p->to->dev, &p->mem_to);
+    if (p->mem_from.base) p->from->api->mem_release(p->from->dev, &p->mem_from);
+}
+
+static rf_result rfi_probe_open(rfi_probe *p, rf_error *err) {
+    rf_result r = RF_OK;
+    RFI_MEMBER(r, p->to, queue_create(p->to->dev, &p->q_to, &why), err);
+    RFI_MEMBER(r, p->from, queue_create(p->from->dev, &p->q_from, &why), err);
+    RFI_MEMBER(r, p->to, mem_create(p->to->dev, RFI_PROBE_BYTES, &p->mem_to, &why), err);
+    RFI_MEMBER(r, p->from, mem_create(p->from->dev, RFI_PROBE_BYTES, &p->mem_from, &why), err);
+    return r;
+}
+
+/* Copy a pattern from one to the other, within RFI_PROBE_MS. *hangs: it did not end. bytes [RFI_PROBE_BYTES] */
+static rf_result rfi_probe_copy(rfi_probe *p, uint8_t *bytes, int *hangs, rf_error *err) {
+    rf_ticket t = {0};
+    rf_result r = RF_OK;
+    for (uint32_t i = 0; i < RFI_PROBE_BYTES; i++) bytes[i] = (uint8_t)(i * 167 + (i >> 8));
+    RFI_MEMBER(r, p->from, mem_write(p->q_from, &p->mem_from, 0, bytes, RFI_PROBE_BYTES, &t, &why), err);
+    RFI_MEMBER(r, p->to, mem_fill(p->q_to, &p->mem_to, 0, 0x5a, RFI_PROBE_BYTES, &p->copied, &why), err);
+    RFI_MEMBER(r, p->to, queue_after(p->q_to, &t, &why), err);
+    RFI_MEMBER(r, p->to, mem_copy(p->q_to, (rf_mem_at){&p->mem_to, 0}, (rf_mem_at){&p->mem_from, 0}, RFI_PROBE_BYTES,
+                                  &p->copied, &why), err);
+    if (r != RF_OK) return r;
+    r = p->to->api->ticket_wait(&p->copied, RFI_PROBE_MS, err);
+    *hangs = r != RF_OK && !p->to->api->ticket_done(&p->copied);
+    RFI_MEMBER(r, p->to, mem_read(p->q_to, &p->mem_to, 0, bytes, RFI_PROBE_BYTES, &t, &why), err);
+    RFI_MEMBER(r, p->to, ticket_wait(&t, RFI_WAIT_MS, &why), err);
+    for (uint32_t i = 0; r == RF_OK && i < RFI_PROBE_BYTES; i++)
+        if (bytes[i] != (uint8_t)(i * 167 + (i >> 8)))
+            r = rfi_fail(err, RF_ERR_DEVICE, i, "a copy from %s gave wrong bytes", p->from->name);
+    return r;
+}
+
+/* Can member m copy from member o? If not the note says why: peer-to-peer copies that hang or give wrong bytes are known
+ * of some hosts. After one that hangs none is tried any more. */
+static rf_result rfi_group_probe(rfi_group *g, uint32_t m, uint32_t o, uint8_t *bytes, rf_error *err) {
+    rfi_member *to = &g->members[m], *from = &g->members[o];
+    rfi_probe *p = NULL;
+    rf_error why = {0};
+    int hangs = 0;
+    if (to->api != from->api || g->stuck) return RF_OK;
+    rf_result can = to->api->peer_open(to->dev, from->dev, &why), r = RF_OK;
+    if (can == RF_OK && to->is_gpu) {
+        if (!(p = (rfi_probe *)rfi_alloc(&g->alloc, 1, sizeof *p, "a probe of devices", err))) return RF_ERR_MEMORY;
+        *p = (rfi_probe){.to = to, .from = from};
+        r = rfi_probe_open(p, err);
+        if (r == RF_OK) can = rfi_probe_copy(p, bytes, &hangs, &why);
+    }
+    if (hangs) g->stuck = p; /* its queue cannot be released: that would wait for the copy */
+    else if (p) rfi_probe_close(p), rfi_free(&g->alloc, p);
+    if (r == RF_OK && can == RF_OK) to->peers |= 1u << o;
+    else if (!g->note[0])
+        snprintf(g->note, sizeof g->note, "copies through host memory: %s from %s: %.80s", to->name, from->name,
+                 hangs ? "a copy hangs" : why.text);
+    return r;
+}
+
+static rf_result rfi_group_find_peers(rfi_group *g, rf_error *err) {
+    uint8_t *bytes = (uint8_t *)rfi_alloc(&g->alloc, RFI_PROBE_BYTES, 1, "a probe of devices", err);
+    rf_result r = bytes ? RF_OK : RF_ERR_MEMORY;
+    for (uint32_t m = 1; m < g->n; m++)
+        for (uint32_t o = 0; r == RF_OK && o < m; o++) r = rfi_group_probe(g, m, o, bytes, err);
+    if (g->stuck)
+        for (uint32_t m = 0; m < g->n; m++) g->members[m].peers = 0;
+    rfi_free(&g->alloc, bytes);
+    return r;
+}
+
 /* ---- open and close ---- */
 
+/* What a copy that still does not end uses is left to the process. */
 static void rfi_group_close(rf_dev *d) {
     rfi_group *g = rfi_group_of(d);
     rf_allocator alloc = g->alloc;
+    if (g->stuck && g->stuck->to->api->ticket_done(&g->stuck->copied)) rfi_probe_close(g->stuck);
+    rfi_free(&alloc, g->stuck);
     for (uint32_t m = 0; m < g->n; m++) g->members[m].api->device_close(g->members[m].dev);
     pthread_mutex_destroy(&g->lock);
+    rfi_free(&alloc, g->users);
     rfi_free(&alloc, g);
 }
 
@@ -16440,6 +16554,7 @@ static rf_result rfi_group_info(rf_dev *d, rf_device_info *out, rf_error *err) {
         }
         if (one.lost) snprintf(out->note, sizeof out->note, "%s is lost", g->members[m].name);
     }
+    if (g->note[0] && !out->lost) memcpy(out->note, g->note, sizeof out->note);
     memcpy(out->name, g->name, sizeof out->name);
     return r;
 }
@@ -16462,7 +16577,9 @@ static rf_result rfi_group_open(const char *name, const rfi_group *members, cons
         RFI_MEMBER(r, m, device_info(m->dev, &info, &why), err);
         m->free_bytes = info.free_bytes;
         m->is_gpu = info.is_gpu;
+        if (m->is_gpu && !g->members[g->host_member].is_gpu) g->host_member = i;
     }
+    if (r == RF_OK) r = rfi_group_find_peers(g, err);
     if (r != RF_OK) rfi_group_close((rf_dev *)(void *)g);
     else *out = (rf_dev *)(void *)g;
     return r;
@@ -16470,16 +16587,36 @@ static rf_result rfi_group_open(const char *name, const rfi_group *members, cons
 
 /* ---- memory ---- */
 
-/* Host memory is the first member's, a GPU if there is one; the others copy it through staging of their own. */
-static rf_result rfi_group_host_create(rf_dev *d, uint64_t size_bytes, void **out, rf_error *err) {
-    rfi_member *m = rfi_group_of(d)->members;
-    rf_result r = RF_OK;
-    RFI_MEMBER(r, m, host_create(m->dev, size_bytes, out, &why), err);
-    return r;
+/* Whether member m uses host memory that another member, its creator, has to share. */
+static int rfi_group_shares_host(const rfi_group *g, uint32_t m) {
+    const rf_device_api *api = g->members[g->host_member].api;
+    return m != g->host_member && api->host_share && g->members[m].api == api;
 }
+
+/* Host memory is the first GPU's and shared by the others: all copy without staging of their own. */
 static void rfi_group_host_release(rf_dev *d, void *host) {
-    rfi_member *m = rfi_group_of(d)->members;
-    m->api->host_release(m->dev, host);
+    rfi_group *g = rfi_group_of(d);
+    rfi_member *owner = &g->members[g->host_member];
+    if (!host) return;
+    for (uint32_t m = 0; m < g->n; m++)
+        if (rfi_group_shares_host(g, m)) owner->api->host_release(g->members[m].dev, host);
+    owner->api->host_release(owner->dev, host);
+}
+static rf_result rfi_group_host_create(rf_dev *d, uint64_t size_bytes, void **out, rf_error *err) {
+    rfi_group *g = rfi_group_of(d);
+    rfi_member *owner = &g->members[g->host_member];
+    rf_result r = RF_OK;
+    *out = NULL;
+    RFI_MEMBER(r, owner, host_create(owner->dev, size_bytes, out, &why), err);
+    for (uint32_t m = 0; r == RF_OK && m < g->n; m++) {
+        rfi_member *other = &g->members[m];
+        if (!rfi_group_shares_host(g, m)) continue;
+        RFI_MEMBER(r, other, host_share(other->dev, *out, size_bytes, &why), err);
+        while (r != RF_OK && m-- > 0)
+            if (rfi_group_shares_host(g, m)) owner->api->host_release(g->members[m].dev, *out);
+    }
+    if (r != RF_OK && *out) owner->api->host_release(owner->dev, *out), *out = NULL;
+    return r;
 }
 
 static rf_result rfi_group_mem_create(rf_dev *d, uint64_t size_bytes, rf_mem *out, rf_error *err) {
@@ -16722,15 +16859,13 @@ static void rfi_group_table_release(rf_table *table) {
 
 static rf_result rfi_group_table_create(rf_dev *d, const rf_plan *plan, rf_table **out, rf_error *err) {
     rfi_group *g = rfi_group_of(d);
-    uint32_t cuts[RFI_MEMBERS + 1];
     rfi_group_table *t = (rfi_group_table *)rfi_alloc(&g->alloc, 1, sizeof *t, "a weight table", err);
     if (!t) return RF_ERR_MEMORY;
     t->g = g;
     t->plan = plan;
     t->users = (uint32_t *)rfi_alloc(&g->alloc, plan->n_weights, sizeof *t->users, "a weight table", err);
     rf_result r = t->users ? RF_OK : RF_ERR_MEMORY;
-    rfi_group_cut(g, plan, cuts);
-    for (uint32_t w = 0; r == RF_OK && w < plan->n_weights; w++) t->users[w] = rfi_group_users(g, plan, cuts, w);
+    if (r == RF_OK) rfi_group_find_users(g, plan, t->users);
     for (uint32_t m = 0; m < g->n; m++)
         RFI_MEMBER(r, &g->members[m], table_create(g->members[m].dev, plan, &t->tables[m], &why), err);
     if (r != RF_OK) rfi_group_table_release((rf_table *)(void *)t);
@@ -16738,13 +16873,26 @@ static rf_result rfi_group_table_create(rf_dev *d, const rf_plan *plan, rf_table
     return r;
 }
 
+/* The members that use a weight. They are found for all weights of the plan when its first one is asked for. */
+static uint32_t rfi_group_place(rfi_group *g, const rf_plan *plan, uint32_t weight) {
+    uint32_t place = (1u << g->n) - 1; /* without memory for more: all */
+    pthread_mutex_lock(&g->lock);
+    if (weight == 0 || g->weights != plan->weights) {
+        rfi_free(&g->alloc, g->users);
+        g->users = (uint32_t *)rfi_alloc(&g->alloc, plan->n_weights, sizeof *g->users, "a weight table", NULL);
+        g->weights = g->users ? plan->weights : NULL;
+        if (g->users) rfi_group_find_users(g, plan, g->users);
+    }
+    if (g->users) place = g->users[weight];
+    pthread_mutex_unlock(&g->lock);
+    return place;
+}
+
 /* One that suits all members that use it. */
 static rf_weight_layout rfi_group_weight_layout(rf_dev *d, const rf_plan *plan, const rf_plan_weight *w) {
-    const rfi_group *g = rfi_group_of(d);
-    uint32_t cuts[RFI_MEMBERS + 1];
-    rfi_group_cut(g, plan, cuts);
+    rfi_group *g = rfi_group_of(d);
     rf_weight_layout layout = {.align = 1, .in_place = 1,
-                               .place = rfi_group_users(g, plan, cuts, (uint32_t)(w - plan->weights))};
+                               .place = rfi_group_place(g, plan, (uint32_t)(w - plan->weights))};
     for (uint32_t m = 0; m < g->n; m++) {
         const rf_weight_layout one = g->members[m].api->weight_layout(g->members[m].dev, plan, w);
         if (!(layout.place >> m & 1)) continue;
@@ -16826,11 +16974,6 @@ static rf_result rfi_group_plan_bytes(rf_dev *d, const rf_plan_bind *bind, uint6
     return r;
 }
 
-/* Member m can copy from another's memory. */
-static int rfi_group_is_peer(const rfi_group *g, uint32_t m, uint32_t other) {
-    return g->members[m].api == g->members[other].api;
-}
-
 static void rfi_group_plan_release(rf_prepared *prepared) {
     rfi_group_plan *p = rfi_group_plan_of(prepared);
     const rf_allocator *alloc = &p->g->alloc;
@@ -16838,7 +16981,7 @@ static void rfi_group_plan_release(rf_prepared *prepared) {
         if (p->prepared[m]) p->g->members[m].api->plan_release(p->prepared[m]);
     rfi_free(alloc, p->state_offset);
     rfi_free(alloc, p->enters);
-    rfi_free(alloc, p->bounce);
+    for (uint32_t m = 0; m < p->g->n; m++) rfi_group_host_release((rf_dev *)(void *)p->g, p->bounce[m]);
     rfi_free(alloc, p);
 }
 
@@ -16870,24 +17013,34 @@ static rf_result rfi_group_place_states(rfi_group_plan *p, rf_error *err) {
     return r;
 }
 
+/* Host memory for what enters member m, unless it can copy that from whoever runs before it. */
+static rf_result rfi_group_have_bounce(rfi_group_plan *p, uint32_t m, rf_error *err) {
+    const rf_plan *plan = p->bind.plan;
+    uint64_t n = 0;
+    uint32_t before = m;
+    while (before > 0 && p->cuts[before] == p->cuts[m]) before--; /* the one that runs before it */
+    if (p->cuts[m] == p->cuts[m + 1] || p->cuts[m] == 0 || p->g->members[m].peers >> before & 1) return RF_OK;
+    for (uint32_t i = 0; i < plan->n_buffers; i++) {
+        const rf_plan_buffer *b = &plan->buffers[i];
+        const uint64_t rows = b->rows == RF_ROWS_LOGITS ? p->bind.n_logits : p->bind.n_batch;
+        if (p->enters[(uint64_t)m * plan->n_buffers + i]) n += 4ull * b->width * rows;
+    }
+    return rfi_group_host_create((rf_dev *)(void *)p->g, rfi_max_u64(n, 1), &p->bounce[m], err);
+}
+
 static rf_result rfi_group_plan_memory(rfi_group_plan *p, rf_error *err) {
     rfi_group *g = p->g;
     const rf_plan *plan = p->bind.plan;
-    uint64_t most = 0;
-    int bounces = 0;
+    rf_result r = RF_OK;
     p->state_offset = (uint64_t *)rfi_alloc(&g->alloc, rfi_max_u64(plan->n_states, 1), sizeof *p->state_offset,
                                             "states", err);
     p->enters = (uint8_t *)rfi_alloc(&g->alloc, g->n, plan->n_buffers, "buffer flags", err);
     if (!p->state_offset || !p->enters) return RF_ERR_MEMORY;
-    for (uint32_t m = 0; m < g->n; m++) {
+    for (uint32_t m = 0; r == RF_OK && m < g->n; m++) {
         rfi_group_find_entering(plan, p->cuts[m], p->enters + (uint64_t)m * plan->n_buffers);
-        bounces |= !rfi_group_is_peer(g, m, 0);
+        r = rfi_group_have_bounce(p, m, err);
     }
-    for (uint32_t i = 0; i < plan->n_buffers; i++)
-        most = rfi_max_u64(most, 4ull * plan->buffers[i].width * rfi_max_u64(p->bind.n_batch, p->bind.n_logits));
-    if (bounces && !(p->bounce = rfi_alloc(&g->alloc, most, 1, "activations between devices", err)))
-        return RF_ERR_MEMORY;
-    return rfi_group_place_states(p, err);
+    return r == RF_OK ? rfi_group_place_states(p, err) : r;
 }
 
 static rf_result rfi_group_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint32_t *segment_ops,
@@ -16922,43 +17075,53 @@ static rf_result rfi_group_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uin
     return r;
 }
 
-/* Copy n bytes of scratch memory from one member to another, in the order of both queues. */
+/* What member m is given next comes after ticket t of member `other`. */
+static rf_result rfi_group_after(rfi_group_queue *q, uint32_t m, uint32_t other, const rf_ticket *t, rf_error *err) {
+    rfi_member *a = &q->g->members[m], *b = &q->g->members[other];
+    rf_result r = RF_OK;
+    if (a->api == b->api) RFI_MEMBER(r, a, queue_after(q->queues[m], t, &why), err);
+    else RFI_MEMBER(r, b, ticket_wait(t, RFI_WAIT_MS, &why), err);
+    return r;
+}
+
+/* Copy n bytes of scratch memory from one member to another, in the order of both queues, through host memory `by` if
+ * the second has no access to the first. */
 static rf_result rfi_group_hand(rfi_group_plan *p, rfi_group_queue *q, uint32_t from, uint32_t to, uint64_t offset,
-                                uint64_t n, rf_error *err) {
+                                uint64_t n, void *by, rf_error *err) {
     rfi_member *a = &p->g->members[from], *b = &p->g->members[to];
     const rf_mem *mem = rfi_group_mem_of(&p->bind.scratch)->mem;
     rf_ticket t = {0};
     rf_result r = RF_OK;
-    if (rfi_group_is_peer(p->g, to, from)) {
+    if (!by) {
         RFI_MEMBER(r, b, mem_copy(q->queues[to], (rf_mem_at){&mem[to], offset}, (rf_mem_at){&mem[from], offset}, n, &t,
                                   &why), err);
     } else {
-        RFI_MEMBER(r, a, mem_read(q->queues[from], &mem[from], offset, p->bounce, n, &t, &why), err);
-        RFI_MEMBER(r, a, ticket_wait(&t, RFI_WAIT_MS, &why), err);
+        RFI_MEMBER(r, a, mem_read(q->queues[from], &mem[from], offset, by, n, &t, &why), err);
+        rfi_group_note(q, from, &t);
+        if (r == RF_OK) r = rfi_group_after(q, to, from, &t, err);
         t = (rf_ticket){0};
-        RFI_MEMBER(r, b, mem_write(q->queues[to], &mem[to], offset, p->bounce, n, &t, &why), err);
+        RFI_MEMBER(r, b, mem_write(q->queues[to], &mem[to], offset, by, n, &t, &why), err);
     }
     rfi_group_note(q, to, &t);
     return r;
 }
 
-/* Member `to` takes what enters it from the one that ran before. */
+/* Member `to` takes what enters it from the one that ran before, which waits until that is done. */
 static rf_result rfi_group_enter(rfi_group_plan *p, rfi_group_queue *q, uint32_t from, uint32_t to,
                                  const rf_step *step, rf_error *err) {
-    rfi_member *a = &p->g->members[from], *b = &p->g->members[to];
-    const int peers = rfi_group_is_peer(p->g, to, from);
-    rf_result r = RF_OK;
-    if (peers) RFI_MEMBER(r, b, queue_after(q->queues[to], &q->last[from], &why), err);
-    for (uint32_t i = 0; r == RF_OK && i < p->bind.plan->n_buffers; i++) {
-        const rf_plan_buffer *buffer = &p->bind.plan->buffers[i];
+    const rf_plan *plan = p->bind.plan;
+    char *by = (char *)p->bounce[to];
+    rf_result r = by ? RF_OK : rfi_group_after(q, to, from, &q->last[from], err);
+    for (uint32_t i = 0; r == RF_OK && i < plan->n_buffers; i++) {
+        const rf_plan_buffer *buffer = &plan->buffers[i];
         const int logits = buffer->rows == RF_ROWS_LOGITS;
         const uint64_t row = 4ull * buffer->width, n = row * (logits ? step->n_logits : step->n_rows);
-        if (n == 0 || !p->enters[(uint64_t)to * p->bind.plan->n_buffers + i]) continue;
+        if (n == 0 || !p->enters[(uint64_t)to * plan->n_buffers + i]) continue;
         r = rfi_group_hand(p, q, from, to, p->bind.buffer_offset[i] + (logits ? row * step->first_logits_row : 0), n,
-                           err);
+                           by, err);
+        if (by) by += n;
     }
-    if (peers) RFI_MEMBER(r, a, queue_after(q->queues[from], &q->last[to], &why), err);
-    return r;
+    return r == RF_OK ? rfi_group_after(q, from, to, &q->last[to], err) : r;
 }
 
 static rf_result rfi_group_plan_run(rf_prepared *prepared, rf_queue *queue, uint32_t first, uint32_t last,
@@ -17044,6 +17207,9 @@ static const rf_device_api rfi_group_api = {
     .times = rfi_group_times,
 };
 
+/* Members of a group, 1 of another device. */
+static uint32_t rfi_group_size(const rf_device *d) { return d->api == &rfi_group_api ? rfi_group_of(d->dev)->n : 1; }
+
 /* ==== 12 Model and session ============================================================================ >>session
  * A model is a file, its plan and its weights on one device. A session is the memory in which the plan runs: KV cache
  * and recurrent states of n_seq_max sequences, activations, logits. Everything is allocated at open. rf_session_eval
@@ -17109,6 +17275,14 @@ static uint64_t rfi_plan_route_width(const rf_plan *plan) {
     return width;
 }
 
+#define RFI_EVAL_BATCHES 32u
+
+/* Rows of a prompt that one rf_session_eval gets. A group's members are at work at once on the micro-batches of one. */
+static uint32_t rfi_session_eval_rows(const rf_model *m, const rf_session_desc *d) {
+    const uint64_t n = (uint64_t)d->n_batch * (rfi_group_size(m->device) > 1 ? RFI_EVAL_BATCHES : 1);
+    return (uint32_t)rfi_max_u64(d->n_batch, rfi_min_u64(n, d->n_ctx));
+}
+
 /* The arrays of a session in host memory: where, type, member, elements for model m and desc d. */
 #define RFI_SESSION_ARRAYS(X)                                                                                          \
     X(RFI_ZEROED, uint64_t, buffer_offset, m->plan.n_buffers) /* bytes into scratch                                */  \
@@ -17136,7 +17310,7 @@ static uint64_t rfi_plan_route_width(const rf_plan *plan) {
     X(RFI_ZEROED, rfi_snapshot, snapshots, (uint64_t)d->n_seq_max * rfi_session_n_slots(m, d))                         \
     /* rows of a micro-batch and what comes back */                                                                    \
     X(RFI_ZEROED, rf_step_row, rows, d->n_batch)                                                                       \
-    X(RFI_ZEROED, rf_token_row, forward_rows, d->n_batch)        /* of rf_session_forward                          */  \
+    X(RFI_RAW, rf_token_row, forward_rows, rfi_session_eval_rows(m, d)) /* of rf_session_forward                   */  \
     X(RFI_ZEROED, uint32_t, logit_rows, d->n_batch)              /* [n_logits of the step] its rows                */  \
     X(RFI_PINNED, float, embeddings, (uint64_t)d->n_batch * m->plan.n_embd) /* [n_batch, n_embd], staging as well  */  \
     X(RFI_ZEROED, float, ngrams, (uint64_t)d->n_batch * m->config.ngram.n_heads * m->config.ngram.width)               \
@@ -17996,12 +18170,24 @@ static rf_result rfi_eval_segments(rf_session *s, uint32_t first, uint32_t last,
 
 #define RFI_WHOLE_STEP_ROWS 8u
 
+/* Micro-batches that are submitted before the first of them is done: on a group of GPUs one for each member and one
+ * more, if all weights have their place; else the host learns something in the middle of each. */
+static uint32_t rfi_eval_in_flight(const rf_session *s, const rf_token_row *rows, uint32_t n_rows) {
+    const rfi_store *store = s->m->store;
+    const uint32_t n = rfi_group_size(s->m->device);
+    if (n == 1 || !s->m->device->is_gpu || store->cache.n_frames || rfi_store_streams(store)) return 1;
+    for (uint32_t i = 0; i < n_rows; i++)
+        if (rows[i].embedding) return 1; /* staged in memory that copies read */
+    return n + 1;
+}
+
 /* Where the run that begins with a segment ends. On a GPU: if everything is loaded and there are few rows, at the end
- * of the step, which the device may replay as a graph; if everything but experts is loaded, after the next ROUTE,
- * because the host must learn what was chosen. */
+ * of the step, which the device may replay as a graph (in a group, however many rows there are: all members get their
+ * work at once); if everything but experts is loaded, after the next ROUTE, because the host must learn what was
+ * chosen. */
 static uint32_t rfi_eval_end(const rf_session *s, uint32_t segment, uint32_t n_rows) {
     const rfi_store *store = s->m->store;
-    const int whole = segment == 0 && n_rows <= RFI_WHOLE_STEP_ROWS;
+    const int whole = segment == 0 && (n_rows <= RFI_WHOLE_STEP_ROWS || rfi_group_size(s->m->device) > 1);
     uint32_t end = segment + 1;
     if (!s->m->device->is_gpu) return end;
     if (whole && rfi_store_all_loaded(store)) return s->n_segments;
@@ -18045,11 +18231,13 @@ static rf_result rfi_eval_ngrams(rf_session *s, uint32_t n_rows, rf_error *err) 
                                         n_rows * width * sizeof *s->ngrams, &ticket, err);
 }
 
-/* The last micro-batch also reads the argmax of all logits rows. s->eval_lengths: where each sequence continues. */
-static rf_result rfi_eval_batch(rf_session *s, const rf_token_row *rows, uint32_t n_rows, uint32_t first_logits_row,
-                                int last, uint32_t *n_logits, rf_error *err) {
+/* Submit a micro-batch. The last one also reads the argmax of all logits rows. s->eval_lengths: where each sequence
+ * continues. *n_logits: logits rows so far. *ticket: of what was submitted, also after a failure. */
+static rf_result rfi_eval_batch(rf_session *s, const rf_token_row *rows, uint32_t n_rows, int last, uint32_t *n_logits,
+                                rf_ticket *ticket, rf_error *err) {
     const rf_device_api *api = s->m->device->api;
     uint32_t n_embd = s->m->plan.n_embd;
+    const uint32_t first_logits_row = *n_logits;
     rf_step step = {.rows = s->rows, .logit_rows = s->logit_rows, .n_rows = n_rows,
                     .first_logits_row = first_logits_row};
     memcpy(s->batch_begins, s->eval_lengths, s->desc.n_seq_max * sizeof *s->batch_begins);
@@ -18067,24 +18255,21 @@ static rf_result rfi_eval_batch(rf_session *s, const rf_token_row *rows, uint32_
             s->logit_rows[step.n_logits++] = i;
         }
     }
-    *n_logits = step.n_logits;
+    *n_logits += step.n_logits;
     rfi_snapshots_plan(s, n_rows);
-    rf_ticket ticket = {0};
     rf_result r = rfi_eval_ngrams(s, n_rows, err);
     rfi_stream_begin_pass(s->m->store);
     for (uint32_t segment = 0, end; r == RF_OK && segment < s->n_segments; segment = end) {
         end = rfi_eval_end(s, segment, n_rows);
-        r = rfi_eval_segments(s, segment, end, &step, &ticket, err);
+        r = rfi_eval_segments(s, segment, end, &step, ticket, err);
     }
-    if (r == RF_OK && last && first_logits_row + step.n_logits && s->m->plan.argmax != RF_NONE) {
+    if (r == RF_OK && last && *n_logits && s->m->plan.argmax != RF_NONE) {
         rf_ticket read = {0};
         r = api->mem_read(s->queue, &s->scratch, s->buffer_offset[s->m->plan.argmax], s->argmax,
-                          (first_logits_row + step.n_logits) * sizeof(int32_t), &read, err);
-        if (r == RF_OK) ticket = read;
+                          *n_logits * sizeof(int32_t), &read, err);
+        if (r == RF_OK) *ticket = read;
     }
-    /* also after a failure: the step's arrays and the pinned weights are in use until then */
-    rf_result waited = api->ticket_wait(&ticket, RFI_WAIT_MS, r == RF_OK ? err : NULL);
-    return r == RF_OK ? waited : r;
+    return r;
 }
 
 /* Positions up to `end` were written: a ring may have overwritten what a shorter sequence would need. */
@@ -18110,17 +18295,24 @@ static void rfi_session_cut(rf_session *s, uint32_t seq, uint32_t n, rf_error *e
 static rf_result rfi_eval_run(rf_session *s, const rf_token_row *rows, uint32_t n_rows, uint32_t *n_logits,
                               rf_error *err) {
     rfi_store *store = s->m->store;
+    const rf_device_api *api = s->m->device->api;
     const int streams = rfi_store_streams(store);
     rf_result r = RF_OK;
     if (streams) pthread_mutex_lock(&store->stream_lock);
     if (streams || !rfi_store_residents_loaded(store))
         rfi_store_prefetch(store, NULL, 0, s->loading_cancels);
     s->holds_experts = s->route && rfi_store_hold_experts(store);
-    for (uint32_t at = 0; r == RF_OK && at < n_rows;) {
-        uint32_t n = (uint32_t)rfi_min_u64(s->desc.n_batch, n_rows - at), more = 0;
-        r = rfi_eval_batch(s, rows + at, n, *n_logits, at + n == n_rows, &more, err);
-        *n_logits += more;
-        at += n;
+    const uint32_t n_flight = rfi_eval_in_flight(s, rows, n_rows);
+    rf_ticket flight[RFI_MEMBERS + 1] = {{0}};
+    for (uint32_t at = 0, k = 0, n; r == RF_OK && at < n_rows; at += n, k = (k + 1) % n_flight) {
+        n = (uint32_t)rfi_min_u64(s->desc.n_batch, n_rows - at);
+        r = api->ticket_wait(&flight[k], RFI_WAIT_MS, err);
+        flight[k] = (rf_ticket){0};
+        if (r == RF_OK) r = rfi_eval_batch(s, rows + at, n, at + n == n_rows, n_logits, &flight[k], err);
+    }
+    for (uint32_t k = 0; k < n_flight; k++) { /* also after a failure: pinned weights are in use until then */
+        const rf_result waited = api->ticket_wait(&flight[k], RFI_WAIT_MS, r == RF_OK ? err : NULL);
+        if (r == RF_OK) r = waited;
     }
     if (r == RF_OK && (store->in_place || s->fallback)) r = rfi_gguf_intact(s->m->g, err);
     r = rfi_eval_unpin(s, r, err);
@@ -18201,7 +18393,7 @@ ROCMFORGE_API rf_result rf_session_forward(rf_session *s, const int32_t *tokens,
         return rfi_fail(err, RF_ERR_ARGUMENT, 0,
                         "rf_session_forward: session or tokens is NULL, or there are no tokens");
     if (rfi_device_check(s->m->device, "rf_session_forward", err) != RF_OK) return RF_ERR_ARGUMENT;
-    uint32_t before = s->lengths[0];
+    uint32_t before = s->lengths[0], rows = rfi_session_eval_rows(s->m, &s->desc);
     s->n_logits = 0;
     if (n_tokens > s->desc.n_ctx - before)
         return rfi_fail(err, RF_ERR_CONTEXT_FULL, 0,
@@ -18210,7 +18402,7 @@ ROCMFORGE_API rf_result rf_session_forward(rf_session *s, const int32_t *tokens,
     rf_result r = RF_OK;
     s->rollback = before;
     for (uint32_t at = 0; r == RF_OK && at < n_tokens;) {
-        uint32_t n = (uint32_t)rfi_min_u64(s->desc.n_batch, n_tokens - at);
+        uint32_t n = (uint32_t)rfi_min_u64(rows, n_tokens - at);
         for (uint32_t i = 0; i < n; i++)
             s->forward_rows[i] =
                 (rf_token_row){.token = tokens[at + i], .pos = RF_POS_NEXT, .want_logits = at + i + 1 == n_tokens};
@@ -29907,7 +30099,7 @@ static rf_result rfi_generate_eval(rfi_generating *g, const int32_t *ids, uint32
     rf_session *s = g->s;
     rf_result r = RF_OK;
     for (uint32_t at = 0; r == RF_OK && at < n;) {
-        const uint32_t part = (uint32_t)rfi_min_u64(s->desc.n_batch, n - at);
+        const uint32_t part = (uint32_t)rfi_min_u64(rfi_session_eval_rows(s->m, &s->desc), n - at);
         for (uint32_t i = 0; i < part; i++)
             s->forward_rows[i] = (rf_token_row){.token = ids[at + i], .seq = g->d->seq, .pos = RF_POS_NEXT,
                                                 .want_logits = at + i + 1 == n};

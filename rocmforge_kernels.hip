@@ -59,6 +59,8 @@
 #define hipGetLastError cudaGetLastError
 #define hipGetDeviceCount cudaGetDeviceCount
 #define hipGetDevice cudaGetDevice
+#define hipDeviceCanAccessPeer cudaDeviceCanAccessPeer
+#define hipDeviceEnablePeerAccess cudaDeviceEnablePeerAccess
 #define hipSetDevice cudaSetDevice
 #define hipGetDeviceProperties cudaGetDeviceProperties
 #define hipMemGetInfo cudaMemGetInfo
@@ -7870,6 +7872,7 @@ struct rfk_pinned {
     rfk_pinned *next;
     void *base;
     uint64_t size_bytes;
+    int shared; /* another device's */
 };
 
 /* The fastest launch config for decode steps of plans of one shape, found by timing. */
@@ -8091,25 +8094,35 @@ static rf_result rfk_device_list(rf_device_info *out, uint32_t capacity, uint32_
     return RF_OK;
 }
 
+/* Put p in the device's list. */
+static void rfk_add_pinned(rf_dev *d, rfk_pinned *p, void *base, uint64_t size_bytes, int shared) {
+    p->base = base;
+    p->size_bytes = size_bytes;
+    p->shared = shared;
+    pthread_mutex_lock(&d->lock);
+    p->next = d->pinned;
+    d->pinned = p;
+    pthread_mutex_unlock(&d->lock);
+}
+
 static rf_result rfk_host_create(rf_dev *d, uint64_t size_bytes, void **out, rf_error *err) {
     rfk_scope scope(d->index);
     if (scope.error != hipSuccess) return rfk_check_scope(d, scope, err);
     *out = NULL;
     rfk_pinned *p = (rfk_pinned *)rfk_alloc(&d->allocator, 1, sizeof *p, "pinned memory", err);
     if (!p) return RF_ERR_MEMORY;
-    rf_result r =
-        rfk_check(d, err, hipHostMalloc(&p->base, (size_t)(size_bytes ? size_bytes : 1), hipHostMallocPortable),
-                  "hipHostMalloc", "pinned memory", 0);
-    if (r != RF_OK) {
-        rfk_free(&d->allocator, p);
-        return r;
-    }
-    p->size_bytes = size_bytes;
-    pthread_mutex_lock(&d->lock);
-    p->next = d->pinned;
-    d->pinned = p;
-    pthread_mutex_unlock(&d->lock);
-    *out = p->base;
+    void *base = NULL;
+    rf_result r = rfk_check(d, err, hipHostMalloc(&base, (size_t)(size_bytes ? size_bytes : 1), hipHostMallocPortable),
+                            "hipHostMalloc", "pinned memory", 0);
+    if (r == RF_OK) rfk_add_pinned(d, p, *out = base, size_bytes, 0);
+    else rfk_free(&d->allocator, p);
+    return r;
+}
+
+static rf_result rfk_host_share(rf_dev *d, void *host, uint64_t size_bytes, rf_error *err) {
+    rfk_pinned *p = (rfk_pinned *)rfk_alloc(&d->allocator, 1, sizeof *p, "pinned memory", err);
+    if (!p) return RF_ERR_MEMORY;
+    rfk_add_pinned(d, p, host, size_bytes, 1);
     return RF_OK;
 }
 
@@ -8122,8 +8135,24 @@ static void rfk_host_release(rf_dev *d, void *host) {
     if (p) *at = p->next;
     pthread_mutex_unlock(&d->lock);
     rfk_scope scope(d->index);
-    (void)hipHostFree(host);
+    if (!p || !p->shared) (void)hipHostFree(host);
     rfk_free(&d->allocator, p);
+}
+
+#define RFK_PEER_IS_OPEN 704 /* hipErrorPeerAccessAlreadyEnabled: the program, or another group */
+
+static rf_result rfk_peer_open(rf_dev *d, rf_dev *other, rf_error *err) {
+    int can = 0;
+    if (d->index == other->index) return RF_OK;
+    rfk_scope scope(d->index);
+    if (scope.error != hipSuccess) return rfk_check_scope(d, scope, err);
+    rf_result r = rfk_check(d, err, hipDeviceCanAccessPeer(&can, d->index, other->index), "hipDeviceCanAccessPeer",
+                            other->info.name, 0);
+    if (r != RF_OK) return r;
+    if (!can) return rfk_fail(err, RF_ERR_UNSUPPORTED, 0, 0, "%s: no peer access to %s", d->info.name, other->info.name);
+    const hipError_t e = hipDeviceEnablePeerAccess(other->index, 0);
+    if ((int)e == RFK_PEER_IS_OPEN) return (void)hipGetLastError(), RF_OK;
+    return rfk_check(d, err, e, "hipDeviceEnablePeerAccess", other->info.name, 0);
 }
 
 static int rfk_is_pinned(rf_dev *d, const void *p, uint64_t n) {
@@ -11747,7 +11776,7 @@ extern "C" const rf_device_api *rocmforge_hip_api(void) {
     static const rf_device_api api = {
         sizeof(rf_device_api), RF_DEVICE_API_VERSION, sizeof(rf_op), sizeof(rf_step), "hip",
         rfk_device_list, rfk_device_open, rfk_device_close, rfk_device_info,
-        rfk_host_create, rfk_host_release, rfk_mem_create, rfk_mem_release,
+        rfk_host_create, rfk_host_release, rfk_host_share, rfk_peer_open, rfk_mem_create, rfk_mem_release,
         rfk_queue_create, rfk_queue_release,
         rfk_table_create, rfk_table_release, rfk_weight_layout, rfk_weight_write, rfk_weight_clear,
         rfk_mem_write, rfk_mem_read, rfk_mem_copy, rfk_mem_fill, rfk_mem_sum,

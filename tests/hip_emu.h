@@ -58,6 +58,12 @@ void hip_emu_stale_graphs(int on);
  * WMMA of gfx11 and MFMA of gfx90a. */
 #define HIP_EMU_SM90 6
 void hip_emu_matrix_unit(int device, int kind);
+/* How devices copy from each other: as they should, not at all (peer access is refused), with wrong bytes, or never to
+ * an end (until this is OK again). */
+enum { HIP_EMU_PEERS_OK = 0, HIP_EMU_PEERS_REFUSED = 1, HIP_EMU_PEERS_WRONG = 2, HIP_EMU_PEERS_HANG = 3 };
+void hip_emu_peers(int how);
+/* Copies from one device to another, since the start. */
+uint64_t hip_emu_peer_copies(void);
 /* Threads of a block of the fused matvec on a device: 1024, as NVIDIA's have, or 512, as AMD's. At the start 1024 and 512. */
 void hip_emu_fused_block(int device, unsigned threads);
 /* Matrix units that give each lane another of its results: 1: of bytes, 2: of halves, 3: of both, 4: of wgmma. 0 = right
@@ -716,6 +722,7 @@ struct hipDeviceProp_t {
 
 struct hip_emu_stream_state {
     int device;
+    bool hangs; /* an item never ends */
     std::deque<std::function<void()> > work;
     uint64_t issued, done;
     std::shared_ptr<std::vector<std::function<void()> > > captured; /* while capturing */
@@ -750,11 +757,15 @@ struct hip_emu_state {
     size_t memory[4]; /* of each device */
     std::map<char *, int> device_of; /* blocks of device memory */
     bool lost[4];
+    bool peers_open[4][4]; /* [d][o]: d was told to use o's memory */
+    int peers;
+    uint64_t peer_copies;
     float elapsed_ms;
     uint32_t random;
     hip_emu_state() : n_events(0), n_graphs(0), calls(0), launches(0), replays(0), fail_call(0), fail_work(0), flip(0),
                       fail_forever(false), broken(false), n_devices(2), n_units(5), count_error(0), no_kernels(0),
-                      order(HIP_EMU_LATE), stale_graphs(0), elapsed_ms(-1), random(1) {
+                      order(HIP_EMU_LATE), stale_graphs(0), peers_open(), peers(0), peer_copies(0), elapsed_ms(-1),
+                      random(1) {
         for (int i = 0; i < 4; i++) lost[i] = false, memory[i] = static_cast<size_t>(8) << 30;
         const char *text = getenv("HIP_EMU_FLIP");
         if (text) flip = strtoull(text, nullptr, 10);
@@ -783,7 +794,7 @@ static double hip_emu_now_us(void) {
 
 /* Run a stream's work up to a point. Items may force other streams, so that each is taken out before it runs. */
 static void hip_emu_force(const std::shared_ptr<hip_emu_stream_state> &s, uint64_t until) {
-    while (s->done < until && !s->work.empty()) {
+    while (s->done < until && !s->work.empty() && !(s->hangs && hip_emu().peers == HIP_EMU_PEERS_HANG)) {
         std::function<void()> item = s->work.front();
         s->work.pop_front();
         if (hip_emu().fail_work && --hip_emu().fail_work == 0) hip_emu().lost[s->device] = true;
@@ -944,6 +955,7 @@ static inline hipError_t hipStreamCreateWithFlags(hipStream_t *out, unsigned fla
     if (r != hipSuccess) return r;
     *out = new std::shared_ptr<hip_emu_stream_state>(new hip_emu_stream_state);
     (**out)->device = hip_emu_device;
+    (**out)->hangs = false;
     (**out)->issued = (**out)->done = 0;
     hip_emu().streams.push_back(*out);
     return hipSuccess;
@@ -952,12 +964,14 @@ static inline hipError_t hipStreamSynchronize(hipStream_t s) {
     HIP_EMU_LOCK;
     hipError_t r = hip_emu_call();
     if (r == hipSuccess || r == hipErrorLaunchFailure) hip_emu_force(*s, (*s)->issued);
+    if ((*s)->hangs && hip_emu().peers == HIP_EMU_PEERS_HANG) hip_emu_die("a wait without end");
     return r == hipSuccess && hip_emu().lost[(*s)->device] ? hipErrorLaunchFailure : r;
 }
 static inline hipError_t hipStreamDestroy(hipStream_t s) {
     HIP_EMU_LOCK;
     hipError_t r = hip_emu_call();
     hip_emu_force(*s, (*s)->issued);
+    if ((*s)->hangs && hip_emu().peers == HIP_EMU_PEERS_HANG) hip_emu_die("a wait without end");
     for (size_t i = 0; i < hip_emu().streams.size(); i++)
         if (hip_emu().streams[i] == s) {
             hip_emu().streams.erase(hip_emu().streams.begin() + static_cast<std::ptrdiff_t>(i));
@@ -1007,6 +1021,7 @@ static inline hipError_t hipEventQuery(hipEvent_t e) {
     if (r != hipSuccess) return r;
     if (!hip_emu_reached(e) && e->asked++ == 0) return hipErrorNotReady;
     if (e->stream) hip_emu_force(e->stream, e->at);
+    if (!hip_emu_reached(e)) return hipErrorNotReady; /* it hangs */
     return hip_emu().lost[e->device] ? hipErrorLaunchFailure : hipSuccess;
 }
 static inline hipError_t hipEventSynchronize(hipEvent_t e) {
@@ -1036,6 +1051,29 @@ static inline hipError_t hipStreamWaitEvent(hipStream_t s, hipEvent_t e, unsigne
     return hip_emu_enqueue(s, [other, at] { hip_emu_force(other, at); });
 }
 
+/* The device that a block belongs to. */
+static int hip_emu_owner(const void *p) {
+    std::map<char *, size_t>::const_iterator i =
+        hip_emu().device_memory.upper_bound(static_cast<char *>(const_cast<void *>(p)));
+    return hip_emu().device_of[(--i)->first];
+}
+static inline hipError_t hipDeviceCanAccessPeer(int *can, int device, int peer) {
+    HIP_EMU_LOCK;
+    const hipError_t r = hip_emu_call();
+    (void)device, (void)peer;
+    *can = hip_emu().peers != HIP_EMU_PEERS_REFUSED;
+    return r;
+}
+static inline hipError_t hipDeviceEnablePeerAccess(int peer, unsigned flags) {
+    HIP_EMU_LOCK;
+    const hipError_t r = hip_emu_call();
+    bool &open = hip_emu().peers_open[hip_emu_device][peer];
+    (void)flags;
+    if (r != hipSuccess) return r;
+    if (open) return static_cast<hipError_t>(704); /* as a real one: hipErrorPeerAccessAlreadyEnabled */
+    open = true;
+    return r;
+}
 static inline hipError_t hipMemcpyAsync(void *dst, const void *src, size_t n, hipMemcpyKind kind, hipStream_t s) {
     HIP_EMU_LOCK;
     hipError_t r = hip_emu_call();
@@ -1048,10 +1086,17 @@ static inline hipError_t hipMemcpyAsync(void *dst, const void *src, size_t n, hi
         hip_emu_die("an asynchronous copy from memory that is not pinned, or past device memory");
     if (!hip_emu_lies_in(*to, dst, n))
         hip_emu_die("an asynchronous copy to memory that is not pinned, or past device memory");
+    const int peer = kind == hipMemcpyDeviceToDevice ? hip_emu_owner(src) : (*s)->device, here = (*s)->device;
+    const int how = peer == here ? HIP_EMU_PEERS_OK : hip_emu().peers;
+    if (peer != here) hip_emu().peer_copies++;
+    if (kind == hipMemcpyDeviceToDevice && hip_emu_owner(dst) != here) hip_emu_die("a copy to another device's memory");
+    if (peer != here && !hip_emu().peers_open[here][peer]) hip_emu_die("a copy from a peer without access to it");
+    if (how == HIP_EMU_PEERS_HANG) (*s)->hangs = true;
     return hip_emu_enqueue(s, [=] {
         if (!hip_emu_lies_in(*from, src, n) || !hip_emu_lies_in(*to, dst, n))
             hip_emu_die("a queued copy uses memory that was freed");
         memmove(dst, src, n);
+        if (how == HIP_EMU_PEERS_WRONG) static_cast<char *>(dst)[n / 2] ^= 1;
     });
 }
 static inline hipError_t hipMemsetAsync(void *dst, int value, size_t n, hipStream_t s) {
@@ -1254,6 +1299,8 @@ void hip_emu_fail_call(uint64_t n, int forever) {
 void hip_emu_fail_work(uint64_t n) { HIP_EMU_LOCK; hip_emu().fail_work = n; }
 void hip_emu_flip_result(uint64_t n) { HIP_EMU_LOCK; hip_emu().flip = n; }
 void hip_emu_memory(int device, size_t size_bytes) { HIP_EMU_LOCK; hip_emu().memory[device] = size_bytes; }
+void hip_emu_peers(int how) { HIP_EMU_LOCK; hip_emu().peers = how; }
+uint64_t hip_emu_peer_copies(void) { HIP_EMU_LOCK; return hip_emu().peer_copies; }
 void hip_emu_recover(void) { HIP_EMU_LOCK; for (int i = 0; i < 4; i++) hip_emu().lost[i] = false; }
 void hip_emu_devices(int n, int error) { HIP_EMU_LOCK; hip_emu().n_devices = n; hip_emu().count_error = error; }
 void hip_emu_units(int n) { HIP_EMU_LOCK; hip_emu().n_units = n; }

@@ -1,6 +1,7 @@
 /* test_group.c: several devices as one, by layers ("hip:0,1"): the same bits as on one device for prompts, decoded tokens,
  * sequences that are cut, copied, saved and restored, embeddings and schedulers, within budgets too; members of uneven
- * memory; and each call of each member failing. On CPU and null devices, and (hip_group) on emulated GPUs. */
+ * memory; copies between GPUs that are refused, wrong or hang; and each call of each member failing. On CPU and null
+ * devices, on emulated GPUs (hip_group), and with RF_TEST_GPUS on two real ones. */
 #include "../rocmforge.h"
 #ifdef RF_TEST_EMU
 #include "hip_emu.h"
@@ -77,7 +78,9 @@ static const char *const families[] = {"lfm2moe", "deepseek2-lite"};
 #else
 static const char *const families[] = {"mixtral", "deepseek2-lite", "qwen35moe", "gemma4", "lfm2moe", "hy-v4", "hrm-text", "falcon-h1", "kimi-k3"};
 #endif
-#ifdef RF_TEST_EMU
+#ifdef RF_TEST_GPUS
+static const char *const ones[] = {"hip:0", "hip:0"}, *const groups[] = {"hip:0,1", "hip:1,0,1"};
+#elif defined(RF_TEST_EMU)
 static const char *const ones[] = {"hip:0", "hip:0", "hip:1"}, *const groups[] = {"hip:0,2", "hip:2,0,0,2", "hip:1,3"};
 #else
 static const char *const ones[] = {"cpu", "cpu"}, *const groups[] = {"cpu,cpu", "cpu,cpu,cpu"};
@@ -164,6 +167,33 @@ static void test_uses(void) {
 }
 
 #ifdef RF_TEST_EMU
+/* Members that cannot copy from each other, or do so wrongly or without end, hand activations through host memory. */
+static void test_peers(void) {
+    static const char *const why[] = {NULL, "no peer access", "wrong bytes", "hangs"};
+    mg_buf file = {0};
+    mg_llama(&file, &(mg_options){.type = MG_Q4_0, .n_layers = 2, .seed = 12});
+    for (int how = HIP_EMU_PEERS_OK; how <= HIP_EMU_PEERS_HANG; how++) {
+        const uint64_t before = hip_emu_peer_copies();
+        rf_device *d = NULL;
+        rf_error err = {0};
+        hip_emu_peers(how);
+        CHECK(rf_device_open("hip:0,2", NULL, &d, &err) == RF_OK, "%s", err.text);
+        const rf_device_info info = rf_device_get_info(d);
+        CHECK(why[how] ? strstr(info.note, why[how]) && strstr(info.note, "hip:2 from hip:0") : !info.note[0], "%d: '%s'", how, info.note);
+        if (how == HIP_EMU_PEERS_HANG) hip_emu_peers(HIP_EMU_PEERS_OK); /* so that it can be closed */
+        CHECK(rf_device_close(d, &err) == RF_OK, "%s", err.text);
+        if (how == HIP_EMU_PEERS_HANG) break;
+        const uint64_t probes = hip_emu_peer_copies() - before;
+        same_case(NULL, &file, "hip:0", "hip:0,2", NULL);
+        const uint64_t copies = hip_emu_peer_copies() - before - 2 * probes;
+        CHECK(how == HIP_EMU_PEERS_OK ? copies > N_STEPS : copies == 0, "%d: %u copies between GPUs", how, (unsigned)copies);
+    }
+    hip_emu_peers(HIP_EMU_PEERS_OK);
+    const hip_emu_counts now = hip_emu_get_counts();
+    CHECK(now.allocations == 0 && now.host_allocations == 0 && now.streams == 0, "a leak");
+    mg_free(&file);
+}
+
 /* GPUs of uneven memory, and the CPU for what does not fit on them: within the members' memory, and close to the CPU. */
 static void test_uneven(void) {
     static const char *const names[] = {"hip:0,2", "hip:0,1,2,3", "hip:all", "hip:0,cpu", "hip:0,1,cpu"};
@@ -225,6 +255,7 @@ int main(int argc, char **argv) {
     RFT_BEGIN(argc, argv);
 #ifdef RF_TEST_EMU
     hip_emu_devices(4, 0);
+    RUN(test_peers);
     RUN(test_uneven);
     RUN(test_failing_calls);
 #endif
