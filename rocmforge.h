@@ -17084,10 +17084,11 @@ static rf_result rfi_group_after(rfi_group_queue *q, uint32_t m, uint32_t other,
     return r;
 }
 
-/* Copy n bytes of scratch memory from one member to another, in the order of both queues, through host memory `by` if
- * the second has no access to the first. */
-static rf_result rfi_group_hand(rfi_group_plan *p, rfi_group_queue *q, uint32_t from, uint32_t to, uint64_t offset,
-                                uint64_t n, void *by, rf_error *err) {
+/* Copy n bytes of scratch memory from the current member to another, in the order of both queues, through host memory
+ * `by` if the second has no access to the first. */
+static rf_result rfi_group_hand(rfi_group_plan *p, rfi_group_queue *q, uint32_t to, uint64_t offset, uint64_t n,
+                                void *by, rf_error *err) {
+    const uint32_t from = q->current;
     rfi_member *a = &p->g->members[from], *b = &p->g->members[to];
     const rf_mem *mem = rfi_group_mem_of(&p->bind.scratch)->mem;
     rf_ticket t = {0};
@@ -17106,9 +17107,10 @@ static rf_result rfi_group_hand(rfi_group_plan *p, rfi_group_queue *q, uint32_t 
     return r;
 }
 
-/* Member `to` takes what enters it from the one that ran before, which waits until that is done. */
-static rf_result rfi_group_enter(rfi_group_plan *p, rfi_group_queue *q, uint32_t from, uint32_t to,
-                                 const rf_step *step, rf_error *err) {
+/* Member `to` takes what enters it from the current one, which ran before and waits until that is done. */
+static rf_result rfi_group_enter(rfi_group_plan *p, rfi_group_queue *q, uint32_t to, const rf_step *step,
+                                 rf_error *err) {
+    const uint32_t from = q->current;
     const rf_plan *plan = p->bind.plan;
     char *by = (char *)p->bounce[to];
     rf_result r = by ? RF_OK : rfi_group_after(q, to, from, &q->last[from], err);
@@ -17117,8 +17119,8 @@ static rf_result rfi_group_enter(rfi_group_plan *p, rfi_group_queue *q, uint32_t
         const int logits = buffer->rows == RF_ROWS_LOGITS;
         const uint64_t row = 4ull * buffer->width, n = row * (logits ? step->n_logits : step->n_rows);
         if (n == 0 || !p->enters[(uint64_t)to * plan->n_buffers + i]) continue;
-        r = rfi_group_hand(p, q, from, to, p->bind.buffer_offset[i] + (logits ? row * step->first_logits_row : 0), n,
-                           by, err);
+        r = rfi_group_hand(p, q, to, p->bind.buffer_offset[i] + (logits ? row * step->first_logits_row : 0), n, by,
+                           err);
         if (by) by += n;
     }
     return r == RF_OK ? rfi_group_after(q, from, to, &q->last[to], err) : r;
@@ -17134,7 +17136,7 @@ static rf_result rfi_group_plan_run(rf_prepared *prepared, rf_queue *queue, uint
         const uint32_t from = first > begin ? first : begin, to = last < end ? last : end;
         rf_ticket t = {0};
         if (from >= to) continue;
-        if (from == begin && begin > 0) r = rfi_group_enter(p, q, q->current, m, step, err);
+        if (from == begin && begin > 0) r = rfi_group_enter(p, q, m, step, err);
         RFI_MEMBER(r, &p->g->members[m],
                    plan_run(p->prepared[m], q->queues[m], from - begin, to - begin, step, &t, &why), err);
         rfi_group_note(q, m, &t);

@@ -8149,7 +8149,8 @@ static rf_result rfk_peer_open(rf_dev *d, rf_dev *other, rf_error *err) {
     rf_result r = rfk_check(d, err, hipDeviceCanAccessPeer(&can, d->index, other->index), "hipDeviceCanAccessPeer",
                             other->info.name, 0);
     if (r != RF_OK) return r;
-    if (!can) return rfk_fail(err, RF_ERR_UNSUPPORTED, 0, 0, "%s: no peer access to %s", d->info.name, other->info.name);
+    if (!can)
+        return rfk_fail(err, RF_ERR_UNSUPPORTED, 0, 0, "%s: no peer access to %s", d->info.name, other->info.name);
     const hipError_t e = hipDeviceEnablePeerAccess(other->index, 0);
     if ((int)e == RFK_PEER_IS_OPEN) return (void)hipGetLastError(), RF_OK;
     return rfk_check(d, err, e, "hipDeviceEnablePeerAccess", other->info.name, 0);
