@@ -1315,6 +1315,7 @@ typedef struct rf_drafter_stats {
     uint64_t tokens;   /* that it chose                         */
     uint64_t drafted;  /* tokens proposed and evaluated         */
     uint64_t accepted; /* of these, tokens that it chose itself */
+    double gain;       /* tokens a second by those of steps without drafts, from the times of both; 0: not measured */
 } rf_drafter_stats;
 
 /* Open a drafter, for rf_generate_desc.drafter or rf_request.drafter: a step evaluates drafts behind the token chosen
@@ -28485,12 +28486,12 @@ ROCMFORGE_API rf_result rf_session_sample(rf_session *s, uint32_t i, rf_sampler 
 
 enum { RFI_MAX_DRAFTS = 15, RFI_DRAFT_CHAIN = 16, RFI_DRAFT_RUN = 64 };
 
-/* What steps take, in seconds. */
+/* What steps take. */
 typedef struct rfi_draft_costs {
-    uint32_t n_plain;    /* steps since the last with drafts    */
-    uint32_t n_drafting; /* steps since the last without        */
-    double plain;        /* a step without; 0: not measured     */
-    double per_draft;    /* that a draft adds                   */
+    uint32_t n_plain;    /* steps since the last with drafts                                       */
+    uint32_t n_drafting; /* steps since the last without                                           */
+    uint32_t n_probes;   /* times that drafts were tried since they last paid                      */
+    double seconds[RFI_MAX_DRAFTS + 1]; /* of a step with so many drafts; 0: not measured          */
 } rfi_draft_costs;
 
 struct rf_drafter {
@@ -28501,6 +28502,7 @@ struct rf_drafter {
     uint32_t n, capacity, n_last;
     double share;      /* of drafts that are accepted, if those before are                     */
     rfi_draft_costs costs; /* of rf_generate                                                   */
+    double seconds, plain_seconds; /* of steps with known times; that their tokens take without drafts */
     rf_drafter_stats stats;
 };
 
@@ -28627,20 +28629,36 @@ static rf_result rfi_draft_model(const rf_drafter *d, int32_t *drafts, uint32_t 
     return r;
 }
 
+/* Seconds of a step with k drafts: as measured, or on the line between the nearest numbers that were. Above those a
+ * draft is guessed to cost a quarter of a step at most: too little is found out when it is tried, too much never. */
+static double rfi_draft_cost(const rfi_draft_costs *c, uint32_t k) {
+    const double *s = c->seconds;
+    uint32_t below = k, above = k;
+    while (below && s[below] <= 0) below--;
+    while (above <= RFI_MAX_DRAFTS && s[above] <= 0) above++;
+    if (below == k) return s[k];
+    if (above <= RFI_MAX_DRAFTS) return s[below] + (s[above] - s[below]) * (k - below) / (above - below);
+    return s[below] + (below ? fmin((s[below] - s[0]) / below, s[0] / 4) : s[0] / 4) * (k - below);
+}
+
 /* How many drafts pay beside n_others rows: with share a accepted, k drafts give 1 + a + ... + a^k tokens for the time
- * of a step. They must gain 3 %, as times are noisy. A step now and then measures what there is without drafts, or what
- * one draft costs. */
-static uint32_t rfi_drafter_count(const rf_drafter *d, const rfi_draft_costs *c, uint32_t n_others, uint32_t max) {
+ * of a step. They must gain 3 %, as times are noisy. A step now and then measures what there is without drafts. Where
+ * none pays as many as would likely be right are tried, ever more seldom: more rows may hardly cost more than one. */
+static uint32_t rfi_drafter_count(const rf_drafter *d, rfi_draft_costs *c, uint32_t n_others, uint32_t max) {
     uint32_t best = 0;
     double rate = 0, tokens = n_others, share = 1;
     if (d->desc.fixed) return max;
-    if (c->plain <= 0 || c->n_drafting >= 64) return 0;
+    if (c->seconds[0] <= 0 || c->n_drafting >= 64) return 0;
     for (uint32_t k = 0; k <= max; k++, share *= d->share) {
         tokens += share;
-        const double per_second = tokens / (c->plain + k * c->per_draft);
+        const double per_second = tokens / rfi_draft_cost(c, k);
         if (per_second > rate * (best || k == 0 ? 1 : 1.03)) rate = per_second, best = k;
     }
-    return best || max == 0 || c->n_plain < 32 ? best : 1;
+    if (best) c->n_probes = 0;
+    if (best || max == 0 || c->n_plain < 32u << rfi_min_u64(c->n_probes, 5)) return best;
+    c->n_probes++;
+    for (best = 1, share = d->share * d->share; best < max && share >= 0.25; best++) share *= d->share;
+    return best;
 }
 
 /* Drafts behind the tokens known, at most max. */
@@ -28659,21 +28677,26 @@ static rf_result rfi_drafter_propose(rf_drafter *d, int32_t n_vocab, int32_t *dr
 
 /* A step with n drafts in all took some seconds. */
 static void rfi_draft_costs_learn(rfi_draft_costs *c, uint32_t n, double seconds) {
+    double *mean = &c->seconds[rfi_min_u64(n, RFI_MAX_DRAFTS)];
     c->n_plain = n ? 0 : c->n_plain + 1;
     c->n_drafting = n ? c->n_drafting + 1 : 0;
-    if (c->plain <= 0) c->per_draft = seconds / 4; /* until it is measured */
-    if (n == 0) c->plain += (c->plain > 0 ? 0.25 : 1) * (seconds - c->plain);
-    else c->per_draft += 0.25 * ((seconds > c->plain ? seconds - c->plain : 0) / n - c->per_draft);
+    *mean += (*mean > 0 ? 0.25 : 1) * (seconds - *mean);
 }
 
-/* Of n drafts the model chose n_accepted itself. */
-static void rfi_drafter_learn(rf_drafter *d, uint32_t n, uint32_t n_accepted) {
+/* Of n drafts the model chose n_accepted itself, in a step of some seconds (0: not known), where one without drafts
+ * takes plain. */
+static void rfi_drafter_learn(rf_drafter *d, uint32_t n, uint32_t n_accepted, double seconds, double plain) {
     d->stats.steps++;
     d->stats.drafted += n;
     d->stats.accepted += n_accepted;
     d->stats.tokens += n_accepted + 1ull;
+    if (seconds > 0 && plain > 0) {
+        d->seconds += seconds;
+        d->plain_seconds += (n_accepted + 1) * plain;
+        d->stats.gain = d->plain_seconds / d->seconds;
+    }
     for (uint32_t i = 0; i < n && i <= n_accepted; i++) {
-        const double part = d->stats.drafted < 10 ? 0.25 : 0.1;
+        const double part = d->stats.drafted < 10 ? 0.25 : 0.03;
         d->share += part * ((i < n_accepted) - d->share);
     }
 }
@@ -28713,6 +28736,7 @@ struct rf_scheduler {
     uint64_t n_ended;            /* requests                                           */
     int closing, in_callbacks;   /* 1: in rf_scheduler_close; in a call that runs callbacks */
     rfi_draft_costs draft_costs;
+    double step_seconds;         /* of that batch; 0: it has rows of prompts           */
     uint32_t n_drafts;           /* of all requests in the current batch               */
     int has_prompts;             /* 1: that batch has rows of prompts                  */
 };
@@ -28954,7 +28978,8 @@ static int rfi_scheduler_choose(rf_scheduler *sch, rfi_slot *slot, rf_result *re
         if (request->drafter) rfi_drafter_append(request->drafter, slot->next);
         if (row == n_drafts || slot->drafts[row] != slot->next) break;
     }
-    if (request->drafter) rfi_drafter_learn(request->drafter, n_drafts, row);
+    if (request->drafter)
+        rfi_drafter_learn(request->drafter, n_drafts, row, sch->step_seconds, sch->draft_costs.seconds[0]);
     if (row < n_drafts) rfi_session_cut(sch->session, (uint32_t)slot->seq, slot->n_held, NULL);
     if (ends) return 1;
     *reason = RF_ERR_CONTEXT_FULL;
@@ -28972,7 +28997,8 @@ ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active,
     const double start = rfi_now();
     if (r == RF_OK) r = rfi_scheduler_draft(sch, err);
     if (r == RF_OK && sch->n_running) r = rf_session_eval(sch->session, sch->rows, rfi_scheduler_fill(sch), err);
-    if (r == RF_OK && !sch->has_prompts) rfi_draft_costs_learn(&sch->draft_costs, sch->n_drafts, rfi_now() - start);
+    sch->step_seconds = sch->has_prompts ? 0 : rfi_now() - start;
+    if (r == RF_OK && sch->step_seconds > 0) rfi_draft_costs_learn(&sch->draft_costs, sch->n_drafts, sch->step_seconds);
     sch->in_callbacks = 1;
     /* Cancelled: nothing has changed. Any other failure ends every request that runs. */
     for (uint32_t i = 0; i < sch->n_running && r != RF_ERR_CANCELLED;) {
@@ -30148,7 +30174,7 @@ static rf_result rfi_generate_settle(rfi_generating *g) {
     const uint32_t n = g->s->lengths[seq] - rest;
     if (g->seconds > 0) {
         rfi_draft_costs_learn(&g->d->drafter->costs, g->n_drafts, g->seconds);
-        rfi_drafter_learn(g->d->drafter, g->n_drafts, g->row);
+        rfi_drafter_learn(g->d->drafter, g->n_drafts, g->row, g->seconds, g->d->drafter->costs.seconds[0]);
     }
     g->n_drafts = g->row = 0;
     g->seconds = 0;

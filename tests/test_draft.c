@@ -1,6 +1,7 @@
 /* cc -O2 -I. -o test_draft tests/test_draft.c -lm -pthread && ./test_draft        from the repository root
  * Speculation: with drafts of any kind rf_generate chooses the tokens that it chooses without, greedy and sampled, and leaves the
  * sequence as it does without. */
+#define ROCMFORGE_IMPLEMENTATION
 #include "rocmforge.h"
 #include <math.h>
 #include "make_gguf.h"
@@ -302,6 +303,52 @@ static void test_errors(void) {
     rig_close(&small);
 }
 
+/* ---- how many drafts pay ---- */
+
+/* What a step with k drafts takes, by that of a step without. */
+typedef struct prices {
+    const char *name;
+    double of[RFI_MAX_DRAFTS + 1];
+} prices;
+static const prices price_lists[] = {
+    {"a row costs little", {1, 1.03, 1.05, 1.08, 1.1, 1.13, 1.15, 1.18, 1.2, 1.25, 1.3, 1.35, 1.4, 1.45, 1.5, 1.55}},
+    {"the second row costs most", {1, 2.3, 2.33, 2.36, 2.4, 2.43, 2.46, 2.5, 2.7, 2.9, 3.1, 3.3, 3.5, 3.6, 3.7, 3.8}},
+    {"a mixture: each row costs", {1, 1.4, 1.8, 2.1, 2.4, 2.7, 3, 3.3, 3.6, 3.9, 4.2, 4.5, 4.8, 5.1, 5.4, 5.7}},
+    {"a row costs a step", {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16}}};
+
+/* Tokens a second of 4,000 tokens, by those without drafts: with fixed drafts, or as many as the drafter thinks pay
+ * (fixed < 0). Times are noisy by 5 %. */
+static double simulate(const prices *p, double share, int fixed) {
+    rf_drafter d = {.desc = {.max_drafts = 8}, .share = 0.5};
+    uint32_t random = 7, made = 0;
+    double seconds = 0;
+    while (made < 4000) {
+        const uint32_t n = fixed < 0 ? rfi_drafter_count(&d, &d.costs, 0, 8) : (uint32_t)fixed;
+        uint32_t right = 0;
+        while (right < n && (random = random * 1664525u + 1013904223u) / 4294967296.0 < share) right++;
+        random = random * 1664525u + 1013904223u;
+        const double took = 0.001 * p->of[n] * (0.95 + 0.1 * (random / 4294967296.0));
+        if (fixed < 0) {
+            rfi_draft_costs_learn(&d.costs, n, took);
+            rfi_drafter_learn(&d, n, right, took, d.costs.seconds[0]);
+        }
+        made += right + 1, seconds += took;
+    }
+    const double gain = made * 0.001 / seconds;
+    CHECK(fixed >= 0 || fabs(d.stats.gain / gain - 1) < 0.05, "%s: gain %g, the drafter says %g", p->name, gain, d.stats.gain);
+    return gain;
+}
+static void test_count(void) {
+    for (size_t i = 0; i < RFT_COUNT(price_lists); i++)
+        for (int percent = 0; percent <= 100; percent += 5) {
+            const double gain = simulate(&price_lists[i], percent / 100.0, -1);
+            double best = 1;
+            for (int n = 1; n <= 8; n++) best = fmax(best, simulate(&price_lists[i], percent / 100.0, n));
+            CHECK(gain > 0.97 && gain > 0.85 * best, "%s, %d %% right: %.3f times as fast, %.3f with the best number",
+                  price_lists[i].name, percent, gain, best);
+        }
+}
+
 int main(int argc, char **argv) {
     RFT_BEGIN(argc, argv);
     FILE *model = fopen(MODEL, "rb");
@@ -313,6 +360,7 @@ int main(int argc, char **argv) {
     RUN(test_cancel);
     RUN(test_families);
     RUN(test_scheduler);
+    RUN(test_count);
     RUN_IF(have, test_errors, "no " MODEL);
     rig_close(&r);
     RFT_END();
