@@ -48,7 +48,7 @@ typedef struct texts {
 /* The options of all commands; the table at the end says which command takes which. Switches are 0 or 1. */
 typedef struct options {
     const char *gguf, *prompt, *prompt_file, *system, *device, *isa, *pre, *type, *tokens, *out, *depths, *parallel;
-    const char *jinja, *tools, *effort, *extra, *input, *now, *rank, *grammar, *schema, *draft;
+    const char *jinja, *tools, *effort, *extra, *input, *now, *rank, *grammar, *schema, *draft, *shares;
     texts logit_bias, dry_breakers, stop;
     uint64_t budget, expert_budget, pinned, expert_policy, expert_prefetch, expert_cpu_below, peak;
     uint64_t max_tokens, top_k, seed, threads, ctx, batch, kv, bos, special, n_greedy, n_prompt, n_decode, n_repeat;
@@ -373,8 +373,10 @@ static rf_session_desc session_desc(const app *a, uint64_t need, uint32_t n_logi
     uint64_t n_ctx = trained && trained < DEFAULT_CTX ? trained : DEFAULT_CTX;
     if (need > n_ctx) n_ctx = need < INT32_MAX ? need : INT32_MAX;
     if (a->o.ctx) n_ctx = a->o.ctx;
+    /* a recurrent model's states to be cut back to: no fewer than by default */
+    const uint32_t n_snapshots = a->o.draft || a->o.shares ? n_logits > 5 ? n_logits - 1 : 4 : 0;
     return (rf_session_desc){.n_ctx = (uint32_t)n_ctx, .n_batch = (uint32_t)a->o.batch, .n_logits_max = n_logits,
-                             .cache_type = (uint32_t)a->o.kv,
+                             .n_snapshots = n_snapshots, .cache_type = (uint32_t)a->o.kv,
                              .swa_full = (uint32_t)a->o.swa_full};
 }
 
@@ -754,11 +756,11 @@ static void print_timing(app *a, const answer *x) {
     const rf_device_info d = rf_device_get_info(a->d);
     const double first = a->first_token ? a->first_token : x->end, n_steps = g->n_generated ? g->n_generated - 1 : 0;
     const double decode = rate(n_steps, x->end - first), n_prompt = g->n_prompt - g->n_reused;
-    char drafts[96] = "";
+    char drafts[128] = "";
     const rf_drafter_stats s = rf_drafter_get_stats(a->drafter);
     if (a->drafter)
-        snprintf(drafts, sizeof drafts, "drafts %llu of %llu right, %llu steps, ", LLU(s.accepted), LLU(s.drafted),
-                 LLU(s.steps));
+        snprintf(drafts, sizeof drafts, "drafts %llu of %llu right, %llu steps, gain %.2f, ", LLU(s.accepted),
+                 LLU(s.drafted), LLU(s.steps), s.gain);
     print_notes(a);
     fprintf(stderr, "open %.1f ms, plan %.1f ms, first token %.1f ms, prefill %.0f tokens %.1f tok/s, decode %u tokens "
             "%.1f tok/s %.2f GB/s, %s%s (%s)%s, stopped: %s\n", a->open_s * 1e3, a->plan_s * 1e3,
@@ -1928,8 +1930,128 @@ static int run_parallel(app *a) {
     return DONE;
 }
 
+/* ---- bench --draft ---- */
+
+/* A drafter that knows the answer in some percent of its drafts. */
+typedef struct oracle {
+    const ids *answer;
+    uint32_t n_prompt, n_vocab, percent, random;
+} oracle;
+
+static uint32_t foresee(const int32_t *tokens, uint32_t n_tokens, int32_t *drafts, uint32_t max, void *user) {
+    oracle *o = user;
+    (void)tokens;
+    for (uint32_t i = 0; i < max; i++) {
+        const uint32_t at = n_tokens - o->n_prompt + i;
+        if (at >= o->answer->len) return i;
+        o->random = o->random * 1664525u + 1013904223u;
+        const uint32_t right = (uint32_t)o->answer->data[at];
+        drafts[i] = (int32_t)((o->random >> 16) % 100 < o->percent ? right : (right + 1) % o->n_vocab);
+    }
+    return max;
+}
+
+/* What a generation chose, and when its first token came. */
+typedef struct drafted {
+    ids chosen; /* of n_decode */
+    double first;
+} drafted;
+
+static int on_drafted_token(int32_t token, void *user) {
+    drafted *g = user;
+    if (g->chosen.len == 0) g->first = now();
+    g->chosen.data[g->chosen.len++] = token;
+    return interrupted;
+}
+
+/* Tokens a second of a greedy generation behind the first PARALLEL_DEPTH tokens. */
+static int time_drafts(app *a, rf_drafter *drafter, drafted *g, double *tok_s) {
+    int code;
+    const rf_generate_desc desc = {.ids = a->prompt.data, .n_ids = PARALLEL_DEPTH, .drafter = drafter,
+                                   .max_tokens = (uint32_t)a->o.n_decode, .on_token = on_drafted_token, .user = g};
+    g->chosen.len = 0;
+    if ((code = lib(a, rf_session_truncate(a->s, 0, 0, NULL, &a->err)))) return code;
+    if ((code = lib(a, rf_generate(a->s, &desc, NULL, &a->err)))) return code;
+    *tok_s = rate(g->chosen.len - 1.0, now() - g->first);
+    return interrupted ? fail(a, INTERRUPTED, "interrupted") : DONE;
+}
+
+/* A line: n drafts a step (0: as many as pay), the oracle right as often as it says. The drafter learns across the
+ * runs, whose ids are those without drafts, or the line says so. */
+static int bench_drafts(app *a, oracle *o, uint32_t n, double plain, drafted *g) {
+    int code = DONE;
+    double tok_s[REPEAT_MAX];
+    int same = 1;
+    const rf_drafter_desc desc = {.max_drafts = n ? n : (uint32_t)a->o.draft_max, .fixed = n > 0, .ngram = RF_NONE,
+                                  .fn = foresee, .user = o};
+    if ((code = lib(a, rf_drafter_open(a->m, &desc, &a->drafter, &a->err)))) return code;
+    for (int run = -1; run < (int)a->o.n_repeat && !code; run++) { /* the first one does not count */
+        code = time_drafts(a, a->drafter, g, &tok_s[run < 0 ? 0 : run]);
+        same = same && g->chosen.len == o->answer->len &&
+               !memcmp(g->chosen.data, o->answer->data, g->chosen.len * sizeof *g->chosen.data);
+    }
+    const rf_drafter_stats x = rf_drafter_get_stats(a->drafter);
+    rf_drafter_close(a->drafter, NULL);
+    a->drafter = NULL;
+    if (code) return code;
+    const double speed = median(tok_s, a->o.n_repeat);
+    char drafts[16] = "adaptive";
+    if (n) snprintf(drafts, sizeof drafts, "%u", n);
+    printf(a->o.json ? ", {\"right_percent\": %u, \"drafts\": \"%s\", \"drafted\": %llu, \"accepted\": %llu, "
+                       "\"tok_s\": %.2f, \"gain\": %.3f, \"same_ids\": %s}"
+                     : "%13u  %8s  %8llu  %8llu  %8.2f  %5.3f  %s\n",
+           o->percent, drafts, LLU(x.drafted), LLU(x.accepted), speed, rate(speed, plain),
+           same ? a->o.json ? "true" : "yes" : a->o.json ? "false" : "no");
+    fflush(stdout);
+    return DONE;
+}
+
+static int measure_drafts(app *a, ids *answer, drafted *g) {
+    static const uint32_t numbers[] = {1, 2, 4, 8, 15, 0};
+    int code, good;
+    ids *shares = &a->tokens;
+    double plain[REPEAT_MAX], tok_s;
+    if ((code = parse_ids(a, a->o.shares, shares, &good))) return code;
+    for (uint32_t i = 0; i < shares->len; i++) good = good && shares->data[i] >= 0 && shares->data[i] <= 100;
+    if (!good || shares->len == 0 || a->o.n_decode < 2)
+        return fail(a, USAGE, "--draft: want percents of right drafts, like 0,50,75, and -n above 1, got \"%s\"",
+                    a->o.shares);
+    if ((code = open_model(a, a->o.device))) return code;
+    const uint64_t n = PARALLEL_DEPTH + a->o.n_decode;
+    if (a->o.ctx == 0) a->o.ctx = n;
+    if ((code = open_session(a, n, n, (uint32_t)a->o.draft_max + 1))) return code;
+    if ((code = reserve_ids(a, &a->prompt, PARALLEL_DEPTH))) return code;
+    if ((code = reserve_ids(a, answer, n)) || (code = reserve_ids(a, &g->chosen, n))) return code;
+    for (uint32_t i = 0; i < PARALLEL_DEPTH; i++) a->prompt.data[i] = (int32_t)((i * 7919u + 1u) % a->info.n_vocab);
+    for (int run = -1; run < (int)a->o.n_repeat; run++)
+        if ((code = time_drafts(a, NULL, g, &plain[run < 0 ? 0 : run]))) return code;
+    memcpy(answer->data, g->chosen.data, g->chosen.len * sizeof *answer->data);
+    answer->len = g->chosen.len;
+    tok_s = median(plain, a->o.n_repeat);
+    printf(a->o.json ? "{\"results\": [{\"drafts\": \"none\", \"tok_s\": %.2f}"
+                     : "right_percent    drafts   drafted  accepted     tok_s   gain  same_ids\n"
+                       "            -      none         -         -  %8.2f      -  -\n", tok_s);
+    for (uint32_t i = 0; i < shares->len; i++)
+        for (size_t k = 0; k < sizeof numbers / sizeof *numbers; k++) {
+            oracle o = {answer, PARALLEL_DEPTH, a->info.n_vocab, (uint32_t)shares->data[i], 1};
+            if (numbers[k] <= a->o.draft_max && (code = bench_drafts(a, &o, numbers[k], tok_s, g))) return code;
+        }
+    if (a->o.json) puts("]}");
+    return DONE;
+}
+
+static int run_drafts(app *a) {
+    ids answer = {0};
+    drafted g = {0};
+    const int code = measure_drafts(a, &answer, &g);
+    free(answer.data);
+    free(g.chosen.data);
+    return code;
+}
+
 static int run_bench(app *a) {
     if (a->o.parallel) return run_parallel(a);
+    if (a->o.shares) return run_drafts(a);
     if (a->o.n_prompt + a->o.n_decode == 0) return fail(a, USAGE, "-p and -n are both 0");
     bench_row *rows = calloc(DEPTHS_MAX, sizeof *rows);
     if (!rows) return no_memory(a);
@@ -2765,7 +2887,7 @@ static const flag flags[] = {
     {"--json-schema", TEXT, AT(schema), WRITE, 0, 0, 0, "F|JSON", "the answer is JSON of this schema; {} is any"},
     {"--draft", TEXT, AT(draft), WRITE, 0, 0, 0, "ngram|F",
      "faster: evaluate what followed the last tokens before; or else what a draft model says"},
-    {"--draft-max, --draft-n", COUNT, AT(draft_max), WRITE, 0, 1, 15, "N", "drafts in a step at most (8)"},
+    {"--draft-max, --draft-n", COUNT, AT(draft_max), WRITE | BENCH, 0, 1, 15, "N", "drafts in a step at most (8)"},
     {"--stop", LIST, AT(stop), WRITE, 0, 0, 0, "S", "a text that ends the answer; may be given many times"},
     {"-n, --max-tokens, --n-predict", LIMIT, AT(max_tokens), WRITE, 0, 0, INT32_MAX, "N",
      "tokens of an answer at most; 0 or -1: no limit (256 for --raw, else none)"},
@@ -2786,6 +2908,8 @@ static const flag flags[] = {
     {"-d", TEXT, AT(depths), BENCH, 0, 0, 0, "0,4096,...", "tokens in the context before, a line for each (0)"},
     {"--parallel", TEXT, AT(parallel), BENCH, 0, 0, 0, "1,2,4,...",
      "instead: steps of so many sequences, a token of each, after 256 tokens; a line for each"},
+    {"--draft", TEXT, AT(shares), BENCH, 0, 0, 0, "0,50,75,...",
+     "instead: greedy text with 1, 2, 4, ... drafts a step, of which so many percent are right; a line for each"},
     {"--peak", BYTES, AT(peak), BENCH, 0, 0, 0, "N", "read so much at once to measure the memory (1G); 0 = do not"},
     {"--decode", SWITCH, AT(decode), TOKENIZE, 0, 0, 0, NULL, "[1,2,3] in, text out"},
     {"--hex", SWITCH, AT(hex), TOKENIZE, 0, 0, 0, NULL, "text as the hex digits of its bytes"},

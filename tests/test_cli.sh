@@ -602,6 +602,11 @@ verdict "bench --parallel: a line for each" grep -q '^        3  *[0-9.]*[1-9][0
 for v in "" x 0 1, 1025; do
     expect 2 "bench --parallel '$v'" bench --gguf $model --parallel "$v" && says "bench --parallel '$v'" "\"$v\""
 done
+expect 0 "bench --draft" bench --gguf $model --draft 75 --draft-max 2 -n 8 -r 1 --device cpu
+verdict "bench --draft: a line for each" test "$(grep -c '^ *75  *[1-2a].*  yes$' "$t/out")" = 3
+for v in x 101 -1; do
+    expect 2 "bench --draft '$v'" bench --gguf $model --draft "$v" && says "bench --draft '$v'" "\"$v\""
+done
 expect 1 "bench --parallel beyond --ctx" bench --gguf $model --parallel 2 -n 4 --ctx 259 && says "bench --parallel beyond --ctx" "260 tokens"
 expect 2 "bench of nothing" bench --gguf $model -p 0 -n 0
 expect 1 "bench beyond --ctx" bench --gguf $model -d 100 -p 8 -n 4 --ctx 111 --peak 0 && says "bench beyond --ctx" "112 tokens"
