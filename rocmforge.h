@@ -1216,9 +1216,9 @@ ROCMFORGE_API rf_result rf_dry_breakers_find(const rf_tokenizer *t, const char *
 ROCMFORGE_API rf_result rf_sampler_sample(rf_sampler *s, float *logits, uint32_t n_vocab, int32_t *token,
                                           rf_error *err);
 
-/* The same from row i of the session's last rf_session_eval. A greedy sampler with nothing that changes or reports
- * logits takes rf_session_get_argmax, unless rf_session_get_logits has handed out the logits: then it reads these, as
- * they are now.
+/* The same from row i of the session's last rf_session_eval. A greedy sampler takes rf_session_get_argmax where
+ * its desc cannot change that (no penalties, logits_fn and logprobs, no bias above 0 or of that token, a grammar that
+ * goes on with it), unless rf_session_get_logits has handed out the logits: then it reads these, as they are now.
  * Returns RF_OK; RF_ERR_ARGUMENT (no such row, no logit greater than -infinity); RF_ERR_DEVICE (copying the logits).
  * Memory none.   Cost O(1), or rf_session_get_logits and rf_sampler_sample.   Threads as both. */
 ROCMFORGE_API rf_result rf_session_sample(rf_session *s, uint32_t i, rf_sampler *sampler, int32_t *token,
@@ -28459,17 +28459,25 @@ ROCMFORGE_API rf_result rf_sampler_sample(rf_sampler *s, float *logits, uint32_t
     return RF_OK;
 }
 
+/* Does a greedy sampler take the token of the largest logit, unseen the others? So it does where all that changes logits
+ * is biases of other tokens below 0, and a grammar that goes on with the token: it is told so then. */
+static int rfi_sampler_takes(const rf_sampler *s, int32_t token) {
+    const rf_sampler_desc *d = &s->desc;
+    if (token < 0 || d->temperature > 0 || (d->repeat_penalty != 0 && d->repeat_penalty != 1) ||
+        d->frequency_penalty != 0 || d->presence_penalty != 0 || d->dry_multiplier != 0 || d->logits_fn || d->logprobs)
+        return 0;
+    for (uint32_t i = 0; i < d->n_bias; i++)
+        if (d->bias[i].bias > 0 || d->bias[i].token == token) return 0;
+    return !d->grammar || rf_grammar_matcher_accept(d->grammar, token, NULL) == RF_OK;
+}
+
 ROCMFORGE_API rf_result rf_session_sample(rf_session *s, uint32_t i, rf_sampler *sampler, int32_t *token,
                                           rf_error *err) {
     rfi_clear(err);
     if (!s || !sampler || !token)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_sample: session, sampler or token is NULL");
     if (rfi_device_check(s->m->device, "rf_session_sample", err) != RF_OK) return RF_ERR_ARGUMENT;
-    const rf_sampler_desc *d = &sampler->desc;
-    const int is_argmax = d->temperature <= 0 && d->n_bias == 0 && (d->repeat_penalty == 0 || d->repeat_penalty == 1) &&
-                          d->frequency_penalty == 0 && d->presence_penalty == 0 && d->dry_multiplier == 0 &&
-                          !d->logits_fn && !d->logprobs && !d->grammar;
-    if (is_argmax && !s->logits_copied && i < s->n_logits && s->argmax[i] >= 0) {
+    if (!s->logits_copied && i < s->n_logits && rfi_sampler_takes(sampler, s->argmax[i])) {
         *token = s->argmax[i];
         rf_sampler_accept(sampler, *token);
         return RF_OK;

@@ -72,10 +72,11 @@ static int ask(int *fd, int i) {
         if (*fd < 0 || connect(*fd, (struct sockaddr *)&address, sizeof address) != 0) return 0;
         setsockopt(*fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
     }
-    const int n_body = snprintf(body, sizeof body, "{\"messages\":[{\"role\":\"user\",\"content\":\"Speak to me of matter %d, "
-                                "and of what it was that you did before.\"}],\"max_tokens\":%d,\"stream\":true,\"seed\":%d,"
-                                "\"stream_options\":{\"include_usage\":true}%s%.500s}", i, n_tokens, i, *fields ? "," : "",
-                                fields);
+    const int n_body = snprintf(body, sizeof body,
+                                "{\"messages\":[{\"role\":\"user\",\"content\":\"Speak to me of matter %d, and of "
+                                "what it was that you did before.\"}],\"max_tokens\":%d,\"stream\":true,"
+                                "\"stream_options\":{\"include_usage\":true},\"seed\":%d%s%.500s}", i, n_tokens, i,
+                                *fields ? "," : "", fields);
     const int n_head = snprintf(head, sizeof head, "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
                                 "Content-Type: application/json\r\nContent-Length: %d\r\n\r\n", n_body);
     int n = 0;
