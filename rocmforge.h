@@ -1061,7 +1061,7 @@ typedef struct rf_grammar_desc {
  * Returns RF_OK; RF_ERR_FORMAT (the syntax: the text has line and column, or the byte of the JSON; a schema that is
  * malformed: its JSON pointer); RF_ERR_UNSUPPORTED (left recursion, a keyword or pattern that this has not, by name and
  * place; max_steps, max_depth); RF_ERR_MEMORY (also max_memory); RF_ERR_ARGUMENT.
- * Memory at most max_memory, and once a tokenizer 16 bytes per byte of its vocabulary, in its file's allocator.
+ * Memory at most max_memory, and once a tokenizer 16 bytes per byte of its vocabulary and 17 per token, in its file's allocator.
  * Cost O(source), but {m,n} counts n times; the first of a tokenizer sorts the vocabulary (0.05 s for 100,000 tokens).
  * Threads any; then one call at a time per grammar with all its matchers. */
 ROCMFORGE_API rf_result rf_grammar_open(const rf_tokenizer *t, rf_grammar_kind kind, rf_string source,
@@ -25762,14 +25762,21 @@ ROCMFORGE_API rf_result rf_chat_tokenize(const rf_tokenizer *t, const rf_chat *c
  * positions to return to; stacks share their tails. Sets are numbered when they are first met, and where each byte
  * leads is kept, so that most steps are a table lookup. A set's token mask is found by walking a prefix tree of the
  * vocabulary. Most tokens are plain text, which a string takes as a whole: they stand in trees of their own (slices),
- * which are not walked where the set takes every text of that kind. Grammars and schemas may be hostile: memory and
+ * by kinds of bytes and length, which are not walked where the set takes every text of that kind. Where things are
+ * counted, sets that no token is long enough to tell apart share a mask; the long tokens, which are few, are added
+ * level by level. Grammars and schemas may be hostile: memory and
  * steps of a call are counted, and depth is limited. */
 
 #define RFI_GR_STEP 0xffffffffu /* an edge that reads nothing                                     */
 #define RFI_GR_CALL 0x80000000u /* | rule: an edge that reads a text of the rule                  */
 #define RFI_GR_NONE 0xffffffffu
-#define RFI_GR_SLICES 5
+#define RFI_GR_LENGTHS 3
+#define RFI_GR_PLAIN (8 * RFI_GR_LENGTHS) /* slices of plain text                                 */
+#define RFI_GR_ASCII (7 * RFI_GR_LENGTHS) /* those of ASCII                                       */
+#define RFI_GR_LEVELS 4         /* of token lengths                                               */
+#define RFI_GR_SLICES (RFI_GR_PLAIN + RFI_GR_LEVELS)
 #define RFI_GR_SET_MAX 1024     /* configurations of a set                                        */
+#define RFI_GR_BLOCK 256u       /* sets                                                           */
 
 /* ---- the vocabulary, once a tokenizer ---- */
 
@@ -25782,23 +25789,36 @@ typedef struct rfi_gr_tree {
 } rfi_gr_tree;
 
 typedef struct rfi_gr_vocab {
-    rfi_gr_tree slices[RFI_GR_SLICES]; /* plain ASCII by length; other plain text; the rest       */
+    rfi_gr_tree slices[RFI_GR_SLICES]; /* plain text by kinds and length; the rest by level       */
+    uint64_t *with;                    /* [95][n_words] plain text with a byte, from ' ' on       */
+    uint64_t *longer;                  /* [16][n_words] plain ASCII of more than so many bytes    */
     uint32_t *order;                   /* [n_vocab] tokens by slice, then by their bytes          */
     uint32_t *at;                      /* [n_vocab + 1] bytes of a token: bytes[at[id] ...)       */
     uint8_t *bytes;
     uint64_t n_words;                  /* of a mask                                               */
 } rfi_gr_vocab;
 
-/* Well-formed UTF-8 without quotes, backslashes and control characters, as an automaton: from, bytes, to; state 0 is
- * between two characters. The first three rows are ASCII's. Source: the Unicode Standard, table 3-7. */
-static const uint8_t rfi_gr_plain[][4] = {
-    {0, 0x20, 0x21, 0}, {0, 0x23, 0x5b, 0}, {0, 0x5d, 0x7e, 0}, {0, 0xc2, 0xdf, 1}, {0, 0xe0, 0xe0, 4},
-    {0, 0xe1, 0xec, 2}, {0, 0xed, 0xed, 5}, {0, 0xee, 0xef, 2}, {0, 0xf0, 0xf0, 6}, {0, 0xf1, 0xf3, 3},
-    {0, 0xf4, 0xf4, 7}, {1, 0x80, 0xbf, 0}, {2, 0x80, 0xbf, 1}, {3, 0x80, 0xbf, 2}, {4, 0xa0, 0xbf, 1},
-    {5, 0x80, 0x9f, 1}, {6, 0x90, 0xbf, 2}, {7, 0x80, 0x8f, 2}};
-#define RFI_GR_PLAIN_ROWS(slice) ((slice) < 3 ? 3u : RFI_COUNT(rfi_gr_plain))
-/* The longest token of a slice. Near the end of a counted text the short ones can still be taken as a whole. */
-static const uint8_t rfi_gr_slice_bytes[RFI_GR_SLICES] = {4, 8, 16, 16, 255};
+/* Well-formed UTF-8 without quotes, backslashes and control characters, as an automaton: from, bytes, to, kind; state 0
+ * is between two characters. Source: the Unicode Standard, table 3-7. */
+enum { RFI_GR_LOWER = 1, RFI_GR_UPPER = 2, RFI_GR_DIGIT = 4, RFI_GR_SPACE = 8, RFI_GR_SIGN = 16, RFI_GR_WIDE = 32 };
+static const uint8_t rfi_gr_plain[][5] = {
+    {0, 'a', 'z', 0, RFI_GR_LOWER},   {0, 'A', 'Z', 0, RFI_GR_UPPER},   {0, '0', '9', 0, RFI_GR_DIGIT},
+    {0, ' ', ' ', 0, RFI_GR_SPACE},   {0, '!', '!', 0, RFI_GR_SIGN},    {0, '#', '/', 0, RFI_GR_SIGN},
+    {0, ':', '@', 0, RFI_GR_SIGN},    {0, '[', '[', 0, RFI_GR_SIGN},    {0, ']', '`', 0, RFI_GR_SIGN},
+    {0, '{', '~', 0, RFI_GR_SIGN},    {0, 0xc2, 0xdf, 1, RFI_GR_WIDE},  {0, 0xe0, 0xe0, 4, RFI_GR_WIDE},
+    {0, 0xe1, 0xec, 2, RFI_GR_WIDE},  {0, 0xed, 0xed, 5, RFI_GR_WIDE},  {0, 0xee, 0xef, 2, RFI_GR_WIDE},
+    {0, 0xf0, 0xf0, 6, RFI_GR_WIDE},  {0, 0xf1, 0xf3, 3, RFI_GR_WIDE},  {0, 0xf4, 0xf4, 7, RFI_GR_WIDE},
+    {1, 0x80, 0xbf, 0, RFI_GR_WIDE},  {2, 0x80, 0xbf, 1, RFI_GR_WIDE},  {3, 0x80, 0xbf, 2, RFI_GR_WIDE},
+    {4, 0xa0, 0xbf, 1, RFI_GR_WIDE},  {5, 0x80, 0x9f, 1, RFI_GR_WIDE},  {6, 0x90, 0xbf, 2, RFI_GR_WIDE},
+    {7, 0x80, 0x8f, 2, RFI_GR_WIDE}};
+/* Slices: kinds of bytes, and the longest token. A token is in the first that has its kinds. Near the end of a counted
+ * text the short ones can still be taken as a whole. */
+static const uint8_t rfi_gr_slice_kinds[RFI_GR_PLAIN / RFI_GR_LENGTHS] = {
+    RFI_GR_LOWER, RFI_GR_LOWER | RFI_GR_SPACE, RFI_GR_LOWER | RFI_GR_UPPER, RFI_GR_LOWER | RFI_GR_UPPER | RFI_GR_SPACE,
+    RFI_GR_DIGIT, RFI_GR_WIDE - 1 - RFI_GR_SIGN, RFI_GR_WIDE - 1, 2 * RFI_GR_WIDE - 1};
+static const uint8_t rfi_gr_slice_bytes[RFI_GR_LENGTHS] = {4, 8, 16};
+/* The longest token of a level: the plain slices are in the first. */
+static const uint8_t rfi_gr_level_bytes[RFI_GR_LEVELS] = {16, 32, 64, 255};
 
 /* The bytes that a token adds to a text; none of control, unknown, unused and end tokens.
  *   out  out  [>= the bytes of its spelling] */
@@ -25821,17 +25841,20 @@ static uint32_t rfi_gr_token_bytes(const rf_tokenizer *t, uint32_t id, uint8_t *
 }
 
 static uint32_t rfi_gr_slice_of(const uint8_t *p, uint32_t n) {
-    uint32_t state = 0, is_ascii = 1;
-    if (n > 16) return RFI_GR_SLICES - 1;
-    for (uint32_t i = 0; i < n; i++) {
+    uint32_t state = 0, kinds = 0, slice = 0, length = 0, level = 0;
+    while (n > rfi_gr_level_bytes[level]) level++;
+    for (uint32_t i = 0; level == 0 && i < n; i++) {
         uint32_t row = 0;
         while (row < RFI_COUNT(rfi_gr_plain) && (rfi_gr_plain[row][0] != state || p[i] < rfi_gr_plain[row][1] ||
                                                  p[i] > rfi_gr_plain[row][2])) row++;
-        if (row == RFI_COUNT(rfi_gr_plain)) return RFI_GR_SLICES - 1;
+        if (row == RFI_COUNT(rfi_gr_plain)) return RFI_GR_PLAIN;
         state = rfi_gr_plain[row][3];
-        is_ascii &= row < 3;
+        kinds |= rfi_gr_plain[row][4];
     }
-    return state ? RFI_GR_SLICES - 1 : !is_ascii ? 3 : n <= 4 ? 0 : n <= 8 ? 1 : 2;
+    if (level || state) return RFI_GR_PLAIN + level;
+    while (n > rfi_gr_slice_bytes[length]) length++;
+    while (kinds & ~(uint32_t)rfi_gr_slice_kinds[slice]) slice++;
+    return slice * RFI_GR_LENGTHS + length;
 }
 
 static int rfi_gr_token_less(const rfi_gr_vocab *v, const uint8_t *slice, uint32_t a, uint32_t b) {
@@ -25889,7 +25912,7 @@ static void rfi_gr_vocab_free(const rf_allocator *a, rfi_gr_vocab *v) {
     if (!v) return;
     for (int i = 0; i < RFI_GR_SLICES; i++)
         rfi_free(a, v->slices[i].end), rfi_free(a, v->slices[i].byte), rfi_free(a, v->slices[i].mask);
-    rfi_free(a, v->order), rfi_free(a, v->at), rfi_free(a, v->bytes), rfi_free(a, v);
+    rfi_free(a, v->order), rfi_free(a, v->at), rfi_free(a, v->bytes), rfi_free(a, v->with), rfi_free(a, v);
 }
 
 static rf_result rfi_gr_vocab_fill(const rf_tokenizer *t, rfi_gr_vocab *v, rf_error *err) {
@@ -25902,12 +25925,18 @@ static rf_result rfi_gr_vocab_fill(const rf_tokenizer *t, rfi_gr_vocab *v, rf_er
     v->order = (uint32_t *)rfi_alloc(a, t->n_vocab, 2 * sizeof *v->order, "a vocabulary's order", err);
     v->at = (uint32_t *)rfi_alloc(a, (uint64_t)t->n_vocab + 1, sizeof *v->at, "a vocabulary's bytes", err);
     v->bytes = (uint8_t *)rfi_alloc(a, most + t->n_vocab, 1, "a vocabulary's bytes", err);
-    if (!v->order || !v->at || !v->bytes) return RF_ERR_MEMORY;
+    v->with = (uint64_t *)rfi_alloc(a, (95 + 16) * v->n_words, sizeof *v->with, "token masks", err);
+    if (!v->order || !v->at || !v->bytes || !v->with) return RF_ERR_MEMORY;
+    v->longer = v->with + 95 * v->n_words;
     uint8_t *slice = v->bytes + most;
     for (uint32_t id = 0; id < t->n_vocab; id++) {
         const uint32_t n_bytes = rfi_gr_token_bytes(t, id, v->bytes + v->at[id]);
         v->at[id + 1] = v->at[id] + n_bytes;
         slice[id] = (uint8_t)rfi_gr_slice_of(v->bytes + v->at[id], n_bytes);
+        for (uint32_t i = 0; slice[id] < RFI_GR_ASCII && i < n_bytes; i++)
+            v->longer[i * v->n_words + id / 64] |= (uint64_t)1 << id % 64;
+        for (uint32_t i = v->at[id]; slice[id] < RFI_GR_PLAIN && i < v->at[id + 1]; i++)
+            if (v->bytes[i] < 0x80) v->with[(v->bytes[i] - 0x20u) * v->n_words + id / 64] |= (uint64_t)1 << id % 64;
         if (n_bytes) v->order[n++] = id;
     }
     rfi_gr_sort(v, slice, v->order + t->n_vocab, n);
@@ -25947,7 +25976,13 @@ typedef struct rfi_gr_rule {
     rfi_value name;
 } rfi_gr_rule;
 
-enum { RFI_GR_END = 1, RFI_GR_RETURNS = 2, RFI_GR_NULLABLE = 4, RFI_GR_FINITE = 8 }; /* of states */
+enum { RFI_GR_END = 1, RFI_GR_RETURNS = 2, RFI_GR_NO_END = 255 }; /* of states */
+
+/* States of something counted, laid out alike: first + (i - 1) * stride + k are behind i of them, i > 0. */
+typedef struct rfi_gr_chain {
+    uint32_t first, stride, n_between; /* bytes between two       */
+    uint32_t rule, min, max;           /* max: RFI_GR_NONE: any number */
+} rfi_gr_chain;
 
 /* A growing array. */
 typedef struct rfi_gr_pool {
@@ -25963,8 +25998,8 @@ typedef struct rfi_gr_table {
 } rfi_gr_table;
 
 typedef struct rfi_gr_mask {
-    uint64_t *bits;
-    uint32_t set, is_used; /* is_used: since the clock's hand passed */
+    uint64_t *bits;        /* tokens of a level and those below      */
+    uint32_t of, is_used;  /* index in mask_of, or RFI_GR_NONE; used since the clock's hand passed */
 } rfi_gr_mask;
 
 struct rf_grammar {
@@ -25974,17 +26009,21 @@ struct rf_grammar {
     rf_error *err;              /* of the running call; never NULL then                   */
     uint64_t n_bytes, n_steps;
     rfi_gr_pool flags;          /* uint8_t by state                                       */
+    rfi_gr_pool least;          /* uint8_t by state: bytes to the rule's end, or RFI_GR_NO_END */
     rfi_gr_pool edges;          /* by state, once compiled: first[state] ...              */
     rfi_gr_pool first;          /* uint32_t                                               */
     rfi_gr_pool rules;
     rfi_gr_pool ranges;         /* of a class that is being read: first, last character   */
+    rfi_gr_pool chains;         /* rfi_gr_chain                                           */
+    rfi_gr_pool twin;           /* uint32_t [level][state]: the one that stands for it; empty: each for itself */
     uint8_t class_of[256], byte_of[256]; /* bytes that no edge tells apart are a class    */
     uint32_t n_classes;
     rfi_gr_table nodes;         /* stacks: {position, stack below}; 0 is the empty one    */
+    rfi_gr_pool node_twin;      /* uint32_t [stack][level]: with twins of its positions   */
     rfi_gr_table sets;          /* {1 if complete, then position and stack by turns}; 0: no way on */
     rfi_gr_table work;          /* configurations of the set that is being made           */
-    rfi_gr_pool next;           /* uint32_t [n_sets][n_classes], RFI_GR_NONE: not known   */
-    rfi_gr_pool mask_of;        /* uint32_t by set: index in masks, RFI_GR_NONE: not known */
+    rfi_gr_pool next;           /* uint32_t * by RFI_GR_BLOCK sets: rfi_gr_next           */
+    rfi_gr_pool mask_of;        /* uint32_t [set][level]: index in masks, RFI_GR_NONE: not known */
     rfi_gr_pool masks, key;
     uint32_t hand, start;       /* of the clock that evicts masks; the set before any text */
     uint32_t n_live;            /* sets after the last collection                         */
@@ -26005,7 +26044,14 @@ struct rf_grammar_matcher {
 #define RFI_GR_FLAGS(g) ((uint8_t *)(g)->flags.items)
 #define RFI_GR_EDGES(g) ((rfi_gr_edge *)(g)->edges.items)
 #define RFI_GR_RULES(g) ((rfi_gr_rule *)(g)->rules.items)
+#define RFI_GR_CHAINS(g) ((rfi_gr_chain *)(g)->chains.items)
 #define RFI_GR_MASKS(g) ((rfi_gr_mask *)(g)->masks.items)
+
+/* Where each class of bytes leads from a set: [n_classes] sets, RFI_GR_NONE: not known. Stays where it is while others
+ * are added: to move them all at once would take milliseconds. */
+static uint32_t *rfi_gr_next(const rf_grammar *g, uint32_t set) {
+    return ((uint32_t **)g->next.items)[set / RFI_GR_BLOCK] + (size_t)(set % RFI_GR_BLOCK) * g->n_classes;
+}
 
 static int rfi_gr_failed(const rf_grammar *g) { return g->err->code != RF_OK; }
 
@@ -26100,6 +26146,17 @@ static uint32_t rfi_gr_intern(rf_grammar *g, rfi_gr_table *t, const uint32_t *ke
 
 /* ---- states of a text ---- */
 
+/* The twins of new stacks. */
+static void rfi_gr_stack_twins(rf_grammar *g) {
+    for (uint32_t k; (k = g->node_twin.n / RFI_GR_LEVELS) < rfi_gr_count(&g->nodes) && !rfi_gr_failed(g);)
+        for (uint32_t level = 0; level < RFI_GR_LEVELS; level++) {
+            const uint32_t *of = RFI_GR_U32(g->nodes.words) + 2 * (size_t)k;
+            const uint32_t twin[2] = {RFI_GR_U32(g->twin)[level * g->flags.n + of[0]],
+                                      RFI_GR_U32(g->node_twin)[of[1] * RFI_GR_LEVELS + level]};
+            rfi_gr_push(g, &g->node_twin, rfi_gr_intern(g, &g->nodes, twin, 2));
+        }
+}
+
 static void rfi_gr_visit(rf_grammar *g, uint32_t position, uint32_t node) {
     const uint32_t key[2] = {position, node};
     rfi_gr_intern(g, &g->work, key, 2);
@@ -26115,6 +26172,26 @@ static void rfi_gr_order(rf_grammar *g, uint32_t *key, uint32_t n) {
         key[2 * k] = a, key[2 * k + 1] = b;
         if (!rfi_gr_spend(g, (i - k) / 4)) return;
     }
+}
+
+/* The set whose configurations are in key. 0 after a failure. */
+static uint32_t rfi_gr_set(rf_grammar *g) {
+    const uint32_t n_sets = rfi_gr_count(&g->sets);
+    uint32_t *key = RFI_GR_U32(g->key), n = 1;
+    if (rfi_gr_failed(g) || !rfi_gr_reserve(g, &g->next, 1) || !rfi_gr_reserve(g, &g->mask_of, RFI_GR_LEVELS)) return 0;
+    if (n_sets / RFI_GR_BLOCK == g->next.n) {
+        uint32_t *block = (uint32_t *)rfi_gr_alloc(g, RFI_GR_BLOCK * g->n_classes, sizeof *block);
+        if (!block) return 0;
+        ((uint32_t **)g->next.items)[g->next.n++] = block;
+    }
+    rfi_gr_order(g, key + 1, g->key.n / 2);
+    for (uint32_t i = 1; i < g->key.n; i += 2) /* once each */
+        if (i == 1 || key[i] != key[n - 2] || key[i + 1] != key[n - 1]) key[n] = key[i], key[n + 1] = key[i + 1], n += 2;
+    const uint32_t set = rfi_gr_intern(g, &g->sets, key, n);
+    if (set < n_sets || rfi_gr_failed(g)) return set < n_sets ? set : 0;
+    memset(rfi_gr_next(g, set), 0xff, g->n_classes * sizeof(uint32_t));
+    for (uint32_t i = 0; i < RFI_GR_LEVELS; i++) RFI_GR_U32(g->mask_of)[g->mask_of.n++] = RFI_GR_NONE;
+    return set;
 }
 
 /* The set that the configurations in work lead to: follow calls, returns and edges that read nothing; keep those from
@@ -26145,21 +26222,13 @@ static uint32_t rfi_gr_close(rf_grammar *g) {
         if (g->key.n > 2 * RFI_GR_SET_MAX && !rfi_gr_failed(g))
             rfi_fail(g->err, RF_ERR_UNSUPPORTED, 0, "grammar: more than %d ways to read a text", RFI_GR_SET_MAX);
     }
-    if (rfi_gr_failed(g)) return 0;
-    const uint32_t n_sets = rfi_gr_count(&g->sets);
-    if (!rfi_gr_reserve(g, &g->next, g->n_classes) || !rfi_gr_reserve(g, &g->mask_of, 1)) return 0;
-    rfi_gr_order(g, RFI_GR_U32(g->key) + 1, g->key.n / 2);
-    const uint32_t set = rfi_gr_intern(g, &g->sets, RFI_GR_U32(g->key), g->key.n);
-    if (set < n_sets || rfi_gr_failed(g)) return set < n_sets ? set : 0;
-    for (uint32_t i = 0; i < g->n_classes; i++) RFI_GR_U32(g->next)[g->next.n++] = RFI_GR_NONE;
-    RFI_GR_U32(g->mask_of)[g->mask_of.n++] = RFI_GR_NONE;
-    return set;
+    return rfi_gr_set(g);
 }
 
 /* Where a class of bytes leads; 0: nowhere, or a failure. */
 static uint32_t rfi_gr_follow(rf_grammar *g, uint32_t set, uint32_t class) {
     uint32_t n;
-    const uint32_t known = RFI_GR_U32(g->next)[(size_t)set * g->n_classes + class];
+    const uint32_t known = rfi_gr_next(g, set)[class];
     if (known != RFI_GR_NONE) return known;
     const uint32_t *key = rfi_gr_key(&g->sets, set, &n), byte = g->byte_of[class], *first = RFI_GR_U32(g->first);
     uint32_t from = 0, end = 255; /* the bytes that the same edges read */
@@ -26176,50 +26245,86 @@ static uint32_t rfi_gr_follow(rf_grammar *g, uint32_t set, uint32_t class) {
         }
     const uint32_t to = rfi_gr_close(g);
     if (rfi_gr_failed(g)) return 0;
-    for (class = g->class_of[from]; class <= g->class_of[end]; class++)
-        RFI_GR_U32(g->next)[(size_t)set * g->n_classes + class] = to;
+    for (class = g->class_of[from]; class <= g->class_of[end]; class++) rfi_gr_next(g, set)[class] = to;
     return to;
 }
 
 /* ---- masks ---- */
 
-/* Does the set take every text of a slice's kind? 0 also if that takes long to see. */
-static int rfi_gr_takes(rf_grammar *g, uint32_t set, uint32_t slice) {
-    enum { MOST = 96 };
-    uint32_t pairs[MOST][2] = {{set, 0}}, n = 1, n_level = 1;
-    for (uint32_t i = 0, depth = 0; i < n && depth < rfi_gr_slice_bytes[slice]; i++) {
-        if (i == n_level) n_level = n, depth++;
-        for (uint32_t class = 0; class < g->n_classes; class++)
-            for (uint32_t row = 0; row < RFI_GR_PLAIN_ROWS(slice); row++) {
-                const uint8_t *plain = rfi_gr_plain[row], byte = g->byte_of[class];
-                if (plain[0] != pairs[i][1] || byte < plain[1] || byte > plain[2]) continue;
-                const uint32_t to = rfi_gr_follow(g, pairs[i][0], class);
-                uint32_t k = 0;
-                while (k < n && (pairs[k][0] != to || pairs[k][1] != plain[3])) k++;
-                if (to == 0 || k == MOST) return 0;
-                if (k == n) pairs[n][0] = to, pairs[n++][1] = plain[3];
+/* What is known of plain text from a set on: all texts of up to n_bytes bytes of what is taken are, none is in which a
+ * byte that is dead follows such a text; of the rest nothing is known. */
+enum { RFI_GR_DEAD, RFI_GR_TAKEN, RFI_GR_UNKNOWN };
+typedef struct rfi_gr_known {
+    uint8_t how[256];  /* by class, of ASCII                             */
+    uint32_t unknown;  /* kinds of what is unknown                       */
+    uint32_t n_bytes;
+    int ends;          /* 1: no longer text of ASCII that is known       */
+} rfi_gr_known;
+
+/* Can a set go on with a byte of plain ASCII, or, if `taken`, with one of those taken? */
+static int rfi_gr_goes_on(rf_grammar *g, uint32_t set, const rfi_gr_known *known, int taken) {
+    for (uint32_t row = 0; rfi_gr_plain[row][4] != RFI_GR_WIDE; row++)
+        for (uint32_t class = g->class_of[rfi_gr_plain[row][1]]; class <= g->class_of[rfi_gr_plain[row][2]]; class++)
+            if ((!taken || known->how[class] == RFI_GR_TAKEN) && rfi_gr_follow(g, set, class)) return 1;
+    return 0;
+}
+
+/* Go through the texts of what may be taken, breadth first, while they are few. Returns 1 after something turned out to
+ * be unknown that was followed as taken: once more, then. */
+static int rfi_gr_explore(rf_grammar *g, uint32_t set, rfi_gr_known *known) {
+    enum { MOST = 160 };
+    uint32_t pairs[MOST][2] = {{set, 0}}, n = 1, level = 0, n_level = 1;
+    int loops = 0; /* 1: a text of ASCII leads to a set that a shorter one led to */
+    known->n_bytes = 0, known->ends = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        if (i == n_level) level = i, n_level = n, known->n_bytes++;
+        if (known->n_bytes == rfi_gr_level_bytes[0]) return 0;
+        if (known->n_bytes && pairs[i][1] == 0 && !rfi_gr_goes_on(g, pairs[i][0], known, 1)) { /* a count ends */
+            known->ends = !loops;
+            for (; level < n_level; level++)
+                if (pairs[level][1] == 0) known->ends &= !rfi_gr_goes_on(g, pairs[level][0], known, 0);
+            return 0;
+        }
+        for (uint32_t row = 0; row < RFI_COUNT(rfi_gr_plain); row++) {
+            const uint8_t *plain = rfi_gr_plain[row], is_wide = plain[4] == RFI_GR_WIDE;
+            if (plain[0] != pairs[i][1] || (is_wide && known->unknown & RFI_GR_WIDE)) continue;
+            for (uint32_t class = g->class_of[plain[1]]; class <= g->class_of[plain[2]]; class++) {
+                const uint32_t to = rfi_gr_follow(g, pairs[i][0], class), how = known->how[class];
+                if (known->n_bytes == 0 && !is_wide && !to) known->how[class] = RFI_GR_DEAD;
+                else if ((how == RFI_GR_TAKEN) != (to != 0)) { /* it may be unknown already */
+                    known->how[class] = RFI_GR_UNKNOWN, known->unknown |= plain[4];
+                    if (how == RFI_GR_TAKEN) return 1;
+                }
+                uint32_t k = n;
+                if (!to || how != RFI_GR_TAKEN) continue;
+                while (k > 0 && (pairs[k - 1][0] != to || pairs[k - 1][1] != plain[3])) k--;
+                loops |= !is_wide && k > 0 && k <= n_level;
+                if (k > 0) continue;
+                if (n == MOST) return 0;
+                pairs[n][0] = to, pairs[n++][1] = plain[3];
             }
+        }
     }
-    return 1;
+    known->n_bytes = rfi_gr_level_bytes[0];
+    return 0;
 }
 
 /* Add the tokens of a tree that the set takes. */
 static void rfi_gr_walk(rf_grammar *g, uint32_t set, const rfi_gr_tree *tree, uint64_t *mask) {
-    const uint32_t *order = g->vocab->order, n_classes = g->n_classes, *next = RFI_GR_U32(g->next);
+    const uint32_t *order = g->vocab->order, *next[256] = {rfi_gr_next(g, set)};
     uint32_t path[256] = {set};
     for (uint32_t i = 0; i < tree->n;) {
-        const uint32_t from = path[tree->depth[i]], class = g->class_of[tree->byte[i]];
-        uint32_t to = next[(size_t)from * n_classes + class];
+        const uint32_t depth = tree->depth[i], class = g->class_of[tree->byte[i]];
+        uint32_t to = next[depth][class];
         if (to == RFI_GR_NONE) {
-            to = rfi_gr_follow(g, from, class);
-            next = RFI_GR_U32(g->next); /* it may have moved */
+            to = rfi_gr_follow(g, path[depth], class);
             if (rfi_gr_failed(g)) return;
         }
         if (to == 0) {
             i = tree->end[i];
             continue;
         }
-        path[tree->depth[i] + 1] = to;
+        path[depth + 1] = to, next[depth + 1] = rfi_gr_next(g, to);
         for (uint32_t k = tree->token[i]; k < tree->token[i + 1]; k++)
             mask[order[k] / 64] |= (uint64_t)1 << order[k] % 64;
         i++;
@@ -26230,36 +26335,97 @@ static void rfi_gr_walk(rf_grammar *g, uint32_t set, const rfi_gr_tree *tree, ui
 static uint32_t rfi_gr_mask_place(rf_grammar *g) {
     const uint64_t bytes = g->vocab->n_words * sizeof(uint64_t);
     rfi_gr_mask *masks = RFI_GR_MASKS(g);
-    if (g->masks.n == 0 || (g->masks.n + 1) * bytes <= g->desc.max_memory / 2) {
+    if (g->masks.n == 0 || (g->masks.n + 1) * bytes <= g->desc.max_memory / 4) {
         if (!rfi_gr_reserve(g, &g->masks, 1)) return RFI_GR_NONE;
         uint64_t *bits = (uint64_t *)rfi_gr_alloc(g, g->vocab->n_words, sizeof *bits);
         if (!bits) return RFI_GR_NONE;
-        RFI_GR_MASKS(g)[g->masks.n] = (rfi_gr_mask){.bits = bits, .set = RFI_GR_NONE};
+        RFI_GR_MASKS(g)[g->masks.n] = (rfi_gr_mask){.bits = bits, .of = RFI_GR_NONE};
         return g->masks.n++;
     }
     while (masks[g->hand].is_used) masks[g->hand].is_used = 0, g->hand = (g->hand + 1) % g->masks.n;
-    if (masks[g->hand].set != RFI_GR_NONE) RFI_GR_U32(g->mask_of)[masks[g->hand].set] = RFI_GR_NONE;
-    masks[g->hand].set = RFI_GR_NONE;
+    if (masks[g->hand].of != RFI_GR_NONE) RFI_GR_U32(g->mask_of)[masks[g->hand].of] = RFI_GR_NONE;
+    masks[g->hand].of = RFI_GR_NONE;
     return g->hand;
 }
 
-/* NULL after a failure. */
+/* The set that stands for those with the same mask: a token of this level has not the bytes to tell their counts. */
+static uint32_t rfi_gr_set_twin(rf_grammar *g, uint32_t set, uint32_t level) {
+    uint32_t n;
+    const uint32_t *key = rfi_gr_key(&g->sets, set, &n), *twin = RFI_GR_U32(g->twin) + level * g->flags.n;
+    if (g->twin.n == 0) return set;
+    rfi_gr_stack_twins(g);
+    if (!rfi_gr_spend(g, n)) return 0;
+    g->key.n = 0;
+    rfi_gr_push(g, &g->key, key[0]);
+    for (uint32_t i = 1; i < n; i += 2) {
+        rfi_gr_push(g, &g->key, twin[key[i]]);
+        rfi_gr_push(g, &g->key, RFI_GR_U32(g->node_twin)[key[i + 1] * RFI_GR_LEVELS + level]);
+    }
+    return rfi_gr_set(g);
+}
+
+/* Add the tokens of the first level. */
+static void rfi_gr_mask_first(rf_grammar *g, uint32_t set, uint64_t *bits) {
+    const rfi_gr_vocab *v = g->vocab;
+    rfi_gr_known known = {.unknown = 0};
+    uint32_t n_alive = 0, tries = 0, n;
+    uint8_t is_done[RFI_GR_PLAIN + 1] = {0};
+    memset(known.how, RFI_GR_TAKEN, sizeof known.how);
+    while (rfi_gr_explore(g, set, &known) && ++tries < 8) {}
+    for (uint32_t byte = ' '; byte < 0x7f; byte++) n_alive += known.how[g->class_of[byte]] != RFI_GR_DEAD;
+    if (tries == 8 || n_alive < 16) known.n_bytes = 0; /* a walk over few is as fast */
+    for (uint32_t s = 0; s < RFI_GR_PLAIN && known.n_bytes; s++) {
+        const int all = known.ends && s < RFI_GR_ASCII;
+        is_done[s] = !(rfi_gr_slice_kinds[s / RFI_GR_LENGTHS] & known.unknown) &&
+                     (all || rfi_gr_slice_bytes[s % RFI_GR_LENGTHS] <= known.n_bytes);
+        for (uint64_t w = 0; is_done[s] && w < v->n_words; w++) bits[w] |= v->slices[s].mask[w];
+    }
+    const uint64_t *longer = v->longer + known.n_bytes * v->n_words;
+    for (uint64_t w = 0; known.ends && known.n_bytes && w < v->n_words; w++) bits[w] &= ~longer[w];
+    for (uint32_t byte = ' '; byte < 0x7f && known.n_bytes; byte++) {
+        const uint64_t *with = v->with + (byte - ' ') * v->n_words;
+        for (uint64_t w = 0; known.how[g->class_of[byte]] == RFI_GR_DEAD && w < v->n_words; w++) bits[w] &= ~with[w];
+    }
+    for (uint32_t s = 0; s <= RFI_GR_PLAIN && !rfi_gr_failed(g); s++)
+        if (!is_done[s]) rfi_gr_walk(g, set, &v->slices[s], bits);
+    for (uint32_t id = 0; rfi_gr_key(&g->sets, set, &n)[0] && id < g->t->n_vocab; id++)
+        if (g->t->attr[id] & RFI_TOKEN_END) bits[id / 64] |= (uint64_t)1 << id % 64;
+}
+
+/* The mask in a place is that of a set and a level. */
+static void rfi_gr_mask_keep(rf_grammar *g, uint32_t place, uint32_t set, uint32_t level) {
+    RFI_GR_MASKS(g)[place].of = set * RFI_GR_LEVELS + level, RFI_GR_MASKS(g)[place].is_used = 1;
+    RFI_GR_U32(g->mask_of)[set * RFI_GR_LEVELS + level] = place;
+}
+
+/* NULL after a failure. Begins with the mask of the highest level that is known, of the set or its twin there. */
 static const uint64_t *rfi_gr_mask_get(rf_grammar *g, uint32_t set) {
-    uint32_t place = RFI_GR_U32(g->mask_of)[set], n;
-    if (place == RFI_GR_NONE) {
+    uint32_t twins[RFI_GR_LEVELS] = {0}, level = RFI_GR_LEVELS, known = RFI_GR_NONE, copy;
+    while (level > 0 && known == RFI_GR_NONE && !rfi_gr_failed(g)) {
+        level--;
+        twins[level] = rfi_gr_set_twin(g, set, level);
+        known = RFI_GR_U32(g->mask_of)[twins[level] * RFI_GR_LEVELS + level];
+    }
+    if (rfi_gr_failed(g)) return NULL;
+    uint32_t place = known;
+    if (known == RFI_GR_NONE || level + 1 < RFI_GR_LEVELS) {
+        const uint64_t n_bytes = g->vocab->n_words * sizeof(uint64_t);
+        if (known != RFI_GR_NONE) RFI_GR_MASKS(g)[known].is_used = 1;
         if ((place = rfi_gr_mask_place(g)) == RFI_GR_NONE) return NULL;
         uint64_t *bits = RFI_GR_MASKS(g)[place].bits;
-        memset(bits, 0, g->vocab->n_words * sizeof *bits);
-        for (uint32_t s = 0; s < RFI_GR_SLICES && !rfi_gr_failed(g); s++) {
-            const rfi_gr_tree *tree = &g->vocab->slices[s];
-            if (s + 1 == RFI_GR_SLICES || !rfi_gr_takes(g, set, s)) rfi_gr_walk(g, set, tree, bits);
-            else for (uint64_t w = 0; w < g->vocab->n_words; w++) bits[w] |= tree->mask[w];
+        RFI_GR_MASKS(g)[place].is_used = 1;
+        if (known == RFI_GR_NONE) memset(bits, 0, n_bytes), rfi_gr_mask_first(g, twins[0], bits);
+        else if (known != place) memcpy(bits, RFI_GR_MASKS(g)[known].bits, n_bytes);
+        for (; level + 1 < RFI_GR_LEVELS && !rfi_gr_failed(g); level++) {
+            const int is_shared = twins[level] != twins[level + 1] || (level == 0 && g->twin.n);
+            if (is_shared && (copy = rfi_gr_mask_place(g)) != place && !rfi_gr_failed(g)) {
+                memcpy(RFI_GR_MASKS(g)[copy].bits, bits, n_bytes);
+                rfi_gr_mask_keep(g, copy, twins[level], level);
+            }
+            rfi_gr_walk(g, twins[level + 1], &g->vocab->slices[RFI_GR_PLAIN + level + 1], bits);
         }
-        for (uint32_t id = 0; rfi_gr_key(&g->sets, set, &n)[0] && id < g->t->n_vocab; id++)
-            if (g->t->attr[id] & RFI_TOKEN_END) bits[id / 64] |= (uint64_t)1 << id % 64;
         if (rfi_gr_failed(g)) return NULL;
-        RFI_GR_MASKS(g)[place].set = set;
-        RFI_GR_U32(g->mask_of)[set] = place;
+        rfi_gr_mask_keep(g, place, twins[level], level);
     }
     RFI_GR_MASKS(g)[place].is_used = 1;
     return RFI_GR_MASKS(g)[place].bits;
@@ -26314,11 +26480,12 @@ static void rfi_gr_collect(rf_grammar *g) {
             }
         g->start = sets[g->start];
         rfi_gr_rehash(g, &g->nodes, 0), rfi_gr_rehash(g, &g->sets, 0);
-        g->n_live = g->mask_of.n = rfi_gr_count(&g->sets);
-        g->next.n = g->n_live * g->n_classes;
-        memset(g->next.items, 0xff, g->next.n * sizeof(uint32_t));
+        g->node_twin.n = RFI_GR_LEVELS;
+        g->n_live = rfi_gr_count(&g->sets);
+        g->mask_of.n = g->n_live * RFI_GR_LEVELS;
+        for (uint32_t k = 0; k < g->n_live; k++) memset(rfi_gr_next(g, k), 0xff, g->n_classes * sizeof(uint32_t));
         memset(g->mask_of.items, 0xff, g->mask_of.n * sizeof(uint32_t));
-        for (uint32_t i = 0; i < g->masks.n; i++) RFI_GR_MASKS(g)[i].set = RFI_GR_NONE, RFI_GR_MASKS(g)[i].is_used = 0;
+        for (uint32_t i = 0; i < g->masks.n; i++) RFI_GR_MASKS(g)[i].of = RFI_GR_NONE, RFI_GR_MASKS(g)[i].is_used = 0;
     }
     rfi_free(&g->desc.allocator, sets), rfi_free(&g->desc.allocator, nodes);
 }
@@ -26379,15 +26546,21 @@ static uint32_t rfi_gr_rule_add(rf_grammar *g, rfi_gr_part part, uint32_t is_def
     return g->rules.n++;
 }
 
+static void rfi_gr_chain_add(rf_grammar *g, rfi_gr_chain chain) {
+    if (rfi_gr_reserve(g, &g->chains, 1)) RFI_GR_CHAINS(g)[g->chains.n++] = chain;
+}
+
 /* A piece, min to max times (RFI_GR_NONE: any number). A text of `between` stands between two. */
 static rfi_gr_part rfi_gr_repeat(rf_grammar *g, rfi_gr_part part, uint32_t min, uint32_t max, const char *between) {
     const rfi_gr_part all = rfi_gr_part_new(g);
     const uint32_t rule = rfi_gr_rule_add(g, part, 1), most = max == RFI_GR_NONE ? (min ? min : 1) : max;
+    const uint32_t n_between = (uint32_t)strlen(between);
     uint32_t at = all.start;
     for (uint32_t i = 0; i < most && !rfi_gr_failed(g); i++) {
         if (i >= min) rfi_gr_join(g, at, all.end);
         const uint32_t before = i ? rfi_gr_then_text(g, at, between) : at;
         at = rfi_gr_then_call(g, before, rule);
+        if (i == 0) rfi_gr_chain_add(g, (rfi_gr_chain){at, n_between + 1, n_between, rule, min, max});
     }
     if (max == RFI_GR_NONE)
         rfi_gr_edge_add(g, rfi_gr_then_text(g, at, between), at, RFI_GR_CALL | rule);
@@ -26726,24 +26899,22 @@ static void rfi_gr_rules(rfi_gr_reader *r) {
 
 /* ---- the automaton is built: check it, and make it ready ---- */
 
-/* Mark states from which a rule's end can be reached: with RFI_GR_NULLABLE without reading a byte. */
-static void rfi_gr_mark(rf_grammar *g, uint8_t mark) {
-    uint8_t *flags = RFI_GR_FLAGS(g);
-    const uint32_t *first = RFI_GR_U32(g->first);
-    for (int changed = 1; changed && rfi_gr_spend(g, g->edges.n / 16);) {
+/* Find how many bytes it takes at least from each state to its rule's end; 254 are as many as more. */
+static void rfi_gr_find_least(rf_grammar *g) {
+    const uint32_t *first = RFI_GR_U32(g->first), n = g->flags.n;
+    if (!rfi_gr_reserve(g, &g->least, n)) return;
+    uint8_t *least = (uint8_t *)g->least.items;
+    for (uint32_t s = 0; s < n; s++) least[s] = RFI_GR_FLAGS(g)[s] & RFI_GR_END ? 0 : RFI_GR_NO_END;
+    for (int changed = 1; changed && rfi_gr_spend(g, g->edges.n / 8);) {
         changed = 0;
-        for (uint32_t s = g->flags.n; s-- > 0;) {
-            int reaches = (flags[s] & RFI_GR_END) != 0;
-            for (uint32_t e = first[s]; e < first[s + 1] && !(flags[s] & mark) && !reaches; e++) {
+        for (uint32_t s = n; s-- > 0;)
+            for (uint32_t e = first[s]; e < first[s + 1]; e++) {
                 const rfi_gr_edge *edge = &RFI_GR_EDGES(g)[e];
-                const int passes = edge->what == RFI_GR_STEP   ? 1
-                                   : edge->what & RFI_GR_CALL
-                                       ? flags[RFI_GR_RULES(g)[edge->what & ~RFI_GR_CALL].start] & mark
-                                       : mark == RFI_GR_FINITE;
-                reaches = passes && flags[edge->to] & mark;
+                const uint32_t to = least[edge->to], by = edge->what == RFI_GR_STEP ? 0
+                    : edge->what & RFI_GR_CALL ? least[RFI_GR_RULES(g)[edge->what & ~RFI_GR_CALL].start] : 1;
+                const uint32_t sum = to + by < 254 ? to + by : 254;
+                if (to != RFI_GR_NO_END && by != RFI_GR_NO_END && sum < least[s]) least[s] = (uint8_t)sum, changed = 1;
             }
-            if (reaches && !(flags[s] & mark)) flags[s] |= mark, changed = 1;
-        }
     }
 }
 
@@ -26770,7 +26941,7 @@ static void rfi_gr_index(rf_grammar *g) {
 /* A rule that calls itself before it reads a byte would never end. */
 static void rfi_gr_check_left(rf_grammar *g) {
     const uint32_t *first = RFI_GR_U32(g->first);
-    const uint8_t *flags = RFI_GR_FLAGS(g);
+    const uint8_t *least = (const uint8_t *)g->least.items;
     for (uint32_t rule = 0; rule < g->rules.n && !rfi_gr_failed(g); rule++) {
         rfi_gr_table_clear(&g->work);
         rfi_gr_visit(g, RFI_GR_RULES(g)[rule].start, 0);
@@ -26782,7 +26953,7 @@ static void rfi_gr_check_left(rf_grammar *g) {
                 if (what == RFI_GR_STEP || !(what & RFI_GR_CALL)) continue;
                 const rfi_gr_rule *called = &RFI_GR_RULES(g)[what & ~RFI_GR_CALL];
                 rfi_gr_visit(g, called->start, 0);
-                if (flags[called->start] & RFI_GR_NULLABLE) rfi_gr_visit(g, to, 0);
+                if (least[called->start] == 0) rfi_gr_visit(g, to, 0);
                 if (what == (RFI_GR_CALL | rule)) {
                     rfi_fail(g->err, RF_ERR_UNSUPPORTED, 0, "grammar: rule %.*s calls itself before it reads anything "
                              "(left recursion)", (int)rfi_min_u64(called->name.n, 100),
@@ -26794,6 +26965,31 @@ static void rfi_gr_check_left(rf_grammar *g) {
     }
 }
 
+/* Twins: of something counted, of which each takes at least a byte, a token tells i from i' only if it can reach min or
+ * max from one. If its bytes are enough for no more than H, 1 stands for all i with i + H < min, and min for those from
+ * min on with i + H < max. Before the first the text between two does not come: 0 stands for itself. */
+static void rfi_gr_pair(rf_grammar *g) {
+    const uint32_t n = g->flags.n;
+    for (uint32_t c = 0; c < g->chains.n * RFI_GR_LEVELS; c++) {
+        const rfi_gr_chain *chain = &RFI_GR_CHAINS(g)[c / RFI_GR_LEVELS];
+        const uint32_t each = ((uint8_t *)g->least.items)[RFI_GR_RULES(g)[chain->rule].start];
+        const uint32_t with_between = each + chain->n_between, low = chain->min ? chain->min : 1;
+        const uint64_t most = chain->max == RFI_GR_NONE ? chain->min : chain->max;
+        if (each == 0 || n > UINT32_MAX / 8) continue;
+        const uint64_t reach = (rfi_gr_level_bytes[c % RFI_GR_LEVELS] + with_between - 1) / with_between;
+        if (1 + reach >= chain->min && low + reach >= most) continue; /* each is alone */
+        if (!rfi_gr_spend(g, most * chain->stride) || !rfi_gr_reserve(g, &g->twin, n * RFI_GR_LEVELS - g->twin.n))
+            return;
+        while (g->twin.n < n * RFI_GR_LEVELS) RFI_GR_U32(g->twin)[g->twin.n] = g->twin.n % n, g->twin.n++;
+        uint32_t *twin = RFI_GR_U32(g->twin) + c % RFI_GR_LEVELS * n + chain->first;
+        for (uint32_t i = 1; i < most; i++)
+            for (uint32_t k = 0; k < chain->stride; k++) {
+                const uint32_t as = i + reach < chain->min ? 1 : i >= chain->min && i + reach < most ? low : i;
+                twin[(i - 1) * chain->stride + k] = chain->first + (as - 1) * chain->stride + k;
+            }
+    }
+}
+
 /* Drop edges that lead to no end, and what follows from that; then classes of bytes, and the first set. */
 static void rfi_gr_finish(rf_grammar *g, uint32_t root) {
     uint8_t starts[257] = {[0] = 1};
@@ -26801,12 +26997,13 @@ static void rfi_gr_finish(rf_grammar *g, uint32_t root) {
     if (rfi_gr_failed(g)) return;
     rfi_gr_index(g);
     if (rfi_gr_failed(g)) return;
-    rfi_gr_mark(g, RFI_GR_NULLABLE);
-    rfi_gr_mark(g, RFI_GR_FINITE);
-    rfi_gr_check_left(g);
+    rfi_gr_find_least(g);
     if (rfi_gr_failed(g)) return;
-    uint8_t *flags = RFI_GR_FLAGS(g);
-    if (!(flags[RFI_GR_RULES(g)[root].start] & RFI_GR_FINITE)) {
+    rfi_gr_check_left(g);
+    rfi_gr_pair(g);
+    if (rfi_gr_failed(g)) return;
+    uint8_t *flags = RFI_GR_FLAGS(g), *least = (uint8_t *)g->least.items;
+    if (least[RFI_GR_RULES(g)[root].start] == RFI_GR_NO_END) {
         rfi_fail(g->err, RF_ERR_FORMAT, 0, "grammar: no text ever matches it");
         return;
     }
@@ -26814,8 +27011,8 @@ static void rfi_gr_finish(rf_grammar *g, uint32_t root) {
         const rfi_gr_edge *edge = &RFI_GR_EDGES(g)[e];
         const int is_bytes = edge->what != RFI_GR_STEP && !(edge->what & RFI_GR_CALL);
         const int calls = edge->what != RFI_GR_STEP && edge->what & RFI_GR_CALL;
-        if (!(flags[edge->to] & RFI_GR_FINITE) ||
-            (calls && !(flags[RFI_GR_RULES(g)[edge->what & ~RFI_GR_CALL].start] & RFI_GR_FINITE))) continue;
+        if (least[edge->to] == RFI_GR_NO_END ||
+            (calls && least[RFI_GR_RULES(g)[edge->what & ~RFI_GR_CALL].start] == RFI_GR_NO_END)) continue;
         if (is_bytes) starts[edge->what & 255] = starts[(edge->what >> 8) + 1] = 1;
         RFI_GR_EDGES(g)[n++] = *edge;
     }
@@ -26841,6 +27038,7 @@ static void rfi_gr_finish(rf_grammar *g, uint32_t root) {
     }
     const uint32_t empty[2] = {RFI_GR_NONE, 0};
     rfi_gr_intern(g, &g->nodes, empty, 2);
+    for (uint32_t level = 0; level < RFI_GR_LEVELS; level++) rfi_gr_push(g, &g->node_twin, 0);
     rfi_gr_table_clear(&g->work);
     rfi_gr_close(g); /* set 0: nothing */
     rfi_gr_visit(g, RFI_GR_RULES(g)[root].start, 0);
@@ -27271,7 +27469,10 @@ static uint32_t rfi_gr_array(rfi_gr_schema *s, rfi_value schema, uint32_t at) {
             at = rfi_gr_then(g, at, rfi_gr_compile(s, prefix.u.list->items[i]));
             s->n_path = before;
         } else at = rfi_gr_then_call(g, at, rule);
-        if (i + 1 >= min) rfi_gr_join(g, rfi_gr_then_rule(s, at, "ws"), close);
+        if (i == n_prefix)
+            rfi_gr_chain_add(g, (rfi_gr_chain){at, 4, 1, rule, min > i ? min - i : 0, max == RFI_GR_NONE ? max : max - i});
+        const uint32_t after = rfi_gr_then_rule(s, at, "ws"); /* also where it leads nowhere: all items are alike */
+        if (i + 1 >= min) rfi_gr_join(g, after, close);
     }
     if (max == RFI_GR_NONE) {
         const uint32_t next = rfi_gr_then_rule(s, rfi_gr_then_text(g, at, ","), "ws");
@@ -27618,10 +27819,11 @@ ROCMFORGE_API rf_result rf_grammar_open(const rf_tokenizer *t, rf_grammar_kind k
     g->desc = d, g->err = err, g->t = (rf_tokenizer *)(uintptr_t)t;
     atomic_fetch_add(&g->t->n_users, 1);
     rfi_gr_table *const tables[] = {&g->nodes, &g->sets, &g->work};
-    rfi_gr_pool *const pools[] = {&g->first, &g->ranges, &g->next, &g->mask_of, &g->key};
+    rfi_gr_pool *const pools[] = {&g->first, &g->ranges, &g->mask_of, &g->key, &g->twin, &g->node_twin};
     for (size_t i = 0; i < RFI_COUNT(tables); i++) tables[i]->words.element_bytes = tables[i]->at.element_bytes = 4;
     for (size_t i = 0; i < RFI_COUNT(pools); i++) pools[i]->element_bytes = 4;
-    g->flags.element_bytes = 1, g->edges.element_bytes = sizeof(rfi_gr_edge);
+    g->chains.element_bytes = sizeof(rfi_gr_chain), g->next.element_bytes = sizeof(uint32_t *);
+    g->flags.element_bytes = g->least.element_bytes = 1, g->edges.element_bytes = sizeof(rfi_gr_edge);
     g->rules.element_bytes = sizeof(rfi_gr_rule), g->masks.element_bytes = sizeof(rfi_gr_mask);
     rfi_values m = {.allocator = d.allocator, .err = err, .max_bytes = d.max_memory, .max_steps = d.max_steps,
                     .max_out = d.max_memory, .max_depth = d.max_depth, .what = is_json ? "JSON schema" : "grammar"};
@@ -27657,9 +27859,10 @@ ROCMFORGE_API rf_result rf_grammar_close(rf_grammar *g, rf_error *err) {
     const rf_allocator a = g->desc.allocator;
     rfi_gr_table *const tables[] = {&g->nodes, &g->sets, &g->work};
     rfi_gr_pool *const pools[] = {&g->flags, &g->edges, &g->first, &g->rules, &g->ranges, &g->next, &g->mask_of,
-                                  &g->key};
+                                  &g->key, &g->chains, &g->twin, &g->node_twin, &g->least};
     for (size_t i = 0; i < RFI_COUNT(tables); i++)
         rfi_free(&a, tables[i]->words.items), rfi_free(&a, tables[i]->at.items), rfi_free(&a, tables[i]->slots);
+    for (uint32_t i = 0; i < g->next.n; i++) rfi_free(&a, ((uint32_t **)g->next.items)[i]);
     for (size_t i = 0; i < RFI_COUNT(pools); i++) rfi_free(&a, pools[i]->items);
     for (uint32_t i = 0; i < g->masks.n; i++) rfi_free(&a, RFI_GR_MASKS(g)[i].bits);
     rfi_free(&a, g->masks.items);

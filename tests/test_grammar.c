@@ -219,6 +219,37 @@ static void test_masks(void) {
     }
 }
 
+/* What is counted: masks at every place of a text, in the order of the text and again, with small memory, from its end. */
+static void test_counts(void) {
+    static const struct { int json; const char *source, *text; } cases[] = {
+        {0, "root ::= [a-z ]{0,18}", "the king and queen"}, {0, "root ::= [a-z ]{3,40}", "the king and the queen are in the garden"},
+        {0, "root ::= [^x]{30,60} \"x\"", "So it is, and \xc3\xa9t\xc3\xa9 \"they\" said:\nthe king, the queen.x"},
+        {0, "root ::= ([a-z]{2,30} \" \"){1,20} [0-9]{1,3}", "what shall we do with the king who was there before us 12"},
+        {0, "root ::= \"a\"{25,} \"b\"", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaab"}, {0, "root ::= (\"a\"?){30} \"the\"{20,50}", "aathethethethethethethethethethethethethethethethethethethethe"},
+        {0, "root ::= ([a-z] [a-z]*){2,40} [A-Z]{0,30}", "thekingandthequeenTHEKING"},
+        {1, "{\"type\":\"string\",\"maxLength\":50}", "\"It was the king's, \\u00e9 and the \xe2\x82\xac of the world then\""},
+        {1, "{\"type\":\"string\",\"minLength\":20,\"maxLength\":60}", "\"The king and the queen are there.\""},
+        {1, "{\"type\":\"array\",\"maxItems\":30,\"minItems\":2,\"items\":{\"type\":\"string\",\"maxLength\":25}}",
+         "[\"the king\", \"queen\",\"\",\"\",\"\",\"\",\"\",\"and the queen of the land\"]"},
+        {1, "{\"type\":\"array\",\"prefixItems\":[{\"type\":\"integer\"}],\"maxItems\":26,\"minItems\":24,\"items\":{\"enum\":[1,22]}}",
+         "[7,1,22,1, 22,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,22,1,22]"},
+        {1, "{\"type\":\"string\",\"pattern\":\"^([a-c]{1,40}-){0,20}[A-Z]+$\"}", "\"a-bbb-abcabcabcabcabcabcabcabcabcabcabcabcab-c-THE\""}};
+    const rf_grammar_desc small = {.max_memory = 1 << 20};
+    for (size_t i = 0; i < 2 * RFT_COUNT(cases); i++) {
+        const char *source = cases[i / 2].source, *text = cases[i / 2].text;
+        rf_grammar *g = open_grammar(cases[i / 2].json ? RF_GRAMMAR_JSON_SCHEMA : RF_GRAMMAR_GBNF, source, i % 2 ? &small : NULL);
+        REQUIRE(g, "%s: %s", source, r.err.text);
+        rf_grammar_matcher *m = open_matcher(g, 1);
+        const size_t n = strlen(text);
+        for (size_t k = 0; k <= n; k++) {
+            const size_t at = i % 2 ? n - k : k;
+            REQUIRE(judge(m, text, at) >= 0, "%s: %.*s", source, (int)at, text);
+            if (!((unsigned char)text[at] & 0x80)) check_mask(m, source);
+        }
+        close_both(g, m);
+    }
+}
+
 /* Tokens of single bytes lead through a character byte by byte. */
 static void test_bytes(void) {
     rf_grammar *g = open_grammar(RF_GRAMMAR_GBNF, "root ::= [\\u20ac\\u00e9]", NULL);
@@ -451,6 +482,7 @@ int main(int argc, char **argv) {
     RUN(test_gbnf);
     RUN(test_errors);
     RUN(test_masks);
+    RUN(test_counts);
     RUN(test_bytes);
     RUN(test_walks);
     RUN(test_rollback);
