@@ -1061,7 +1061,8 @@ typedef struct rf_grammar_desc {
  * Returns RF_OK; RF_ERR_FORMAT (the syntax: the text has line and column, or the byte of the JSON; a schema that is
  * malformed: its JSON pointer); RF_ERR_UNSUPPORTED (left recursion, a keyword or pattern that this has not, by name and
  * place; max_steps, max_depth); RF_ERR_MEMORY (also max_memory); RF_ERR_ARGUMENT.
- * Memory at most max_memory, and once a tokenizer 16 bytes per byte of its vocabulary and 17 per token, in its file's allocator.
+ * Memory at most max_memory, and once a tokenizer 16 bytes per byte of its vocabulary and 17 per token, in its file's
+ * allocator.
  * Cost O(source), but {m,n} counts n times; the first of a tokenizer sorts the vocabulary (0.05 s for 100,000 tokens).
  * Threads any; then one call at a time per grammar with all its matchers. */
 ROCMFORGE_API rf_result rf_grammar_open(const rf_tokenizer *t, rf_grammar_kind kind, rf_string source,
@@ -26178,7 +26179,7 @@ static void rfi_gr_order(rf_grammar *g, uint32_t *key, uint32_t n) {
 static uint32_t rfi_gr_set(rf_grammar *g) {
     const uint32_t n_sets = rfi_gr_count(&g->sets);
     uint32_t *key = RFI_GR_U32(g->key), n = 1;
-    if (rfi_gr_failed(g) || !rfi_gr_reserve(g, &g->next, 1) || !rfi_gr_reserve(g, &g->mask_of, RFI_GR_LEVELS)) return 0;
+    if (!rfi_gr_reserve(g, &g->next, 1) || !rfi_gr_reserve(g, &g->mask_of, RFI_GR_LEVELS)) return 0;
     if (n_sets / RFI_GR_BLOCK == g->next.n) {
         uint32_t *block = (uint32_t *)rfi_gr_alloc(g, RFI_GR_BLOCK * g->n_classes, sizeof *block);
         if (!block) return 0;
@@ -27470,7 +27471,8 @@ static uint32_t rfi_gr_array(rfi_gr_schema *s, rfi_value schema, uint32_t at) {
             s->n_path = before;
         } else at = rfi_gr_then_call(g, at, rule);
         if (i == n_prefix)
-            rfi_gr_chain_add(g, (rfi_gr_chain){at, 4, 1, rule, min > i ? min - i : 0, max == RFI_GR_NONE ? max : max - i});
+            rfi_gr_chain_add(g, (rfi_gr_chain){at, 4, 1, rule, min > i ? min - i : 0,
+                                               max == RFI_GR_NONE ? max : max - i});
         const uint32_t after = rfi_gr_then_rule(s, at, "ws"); /* also where it leads nowhere: all items are alike */
         if (i + 1 >= min) rfi_gr_join(g, after, close);
     }
@@ -28662,8 +28664,8 @@ ROCMFORGE_API rf_result rf_sampler_sample(rf_sampler *s, float *logits, uint32_t
     return RF_OK;
 }
 
-/* Does a greedy sampler take the token of the largest logit, unseen the others? So it does where all that changes logits
- * is biases of other tokens below 0, and a grammar that goes on with the token: it is told so then. */
+/* Does a greedy sampler take the token of the largest logit, whatever the other logits are? It does where all that
+ * changes logits is biases of other tokens below 0, and a grammar that goes on with the token: it is told so then. */
 static int rfi_sampler_takes(const rf_sampler *s, int32_t token) {
     const rf_sampler_desc *d = &s->desc;
     if (token < 0 || d->temperature > 0 || (d->repeat_penalty != 0 && d->repeat_penalty != 1) ||

@@ -804,11 +804,15 @@ static void test_argmax(void) {
     for (uint32_t i = 0; i < 11; i++) {
         rf_session_truncate(r.s, 0, 0, NULL, NULL);
         CHECK(rf_session_eval(r.s, rows, 12, &r.err) == RF_OK, "%s", r.err.text);
-        for (int k = 1; k < 3; k++)
-            rf_sampler_init(&other[k], &(rf_sampler_desc){.temperature = 1, .seed = i, .repeat_penalty = 1.5f}, NULL);
         int32_t early = rft_argmax(r.s, i);
         CHECK(rf_session_sample(r.s, i, &greedy, &id, &r.err) == RF_OK && id == early, "row %u: %d, argmax %d", i, id, early);
+        rf_sampler_init(&other[1], &(rf_sampler_desc){.bias = (rf_logit_bias[]){{early ? 0 : 1, -1e9f}}, .n_bias = 1}, NULL);
+        rf_sampler_init(&other[2], &(rf_sampler_desc){.bias = (rf_logit_bias[]){{early, -1e9f}}, .n_bias = 1}, NULL);
+        CHECK(rf_session_sample(r.s, i, &other[1], &id, &r.err) == RF_OK && id == early, "row %u: another's bias chose %d", i, id);
+        CHECK(rf_session_sample(r.s, i, &other[2], &id, &r.err) == RF_OK && id != early, "row %u: its own bias chose %d", i, id);
         CHECK(rf_session_sample(r.s, i, &other[0], &id, &r.err) == RF_OK && id == 7, "row %u: a bias of 1e9 chose %d", i, id);
+        for (int k = 1; k < 3; k++)
+            rf_sampler_init(&other[k], &(rf_sampler_desc){.temperature = 1, .seed = i, .repeat_penalty = 1.5f}, NULL);
         rf_session_truncate(r.s, 0, 0, NULL, NULL);
         CHECK(rf_session_eval(r.s, rows, 12, &r.err) == RF_OK, "%s", r.err.text);
         CHECK(rf_session_sample(r.s, i, &other[1], &id, &r.err) == RF_OK, "%s", r.err.text);
