@@ -4974,20 +4974,23 @@ static __global__ void RFK_RESIDENT(RFK_FEW_WAVES *WAVE, 2) rfk_few(rfk_few_args
 #define RFK_WGMMA_ROWS 128u /* rows of W for a block */
 #define RFK_WGMMA_COLS 128u
 #define RFK_WGMMA_DEPTH 64u /* values of a row in a stage: 128 bytes */
-#define RFK_WGMMA_STAGES 3u /* two blocks fit into a multiprocessor */
-#define RFK_WGMMA_BLOCK (2 * RFK_WARPGROUP)
+#define RFK_WGMMA_GROUPS 2u /* consumer warpgroups of a block, at most; it has as many producers */
+#define RFK_WGMMA_STAGES (RFK_WGMMA_GROUPS + 2)
+#define RFK_WGMMA_BLOCK (2 * RFK_WARPGROUP) /* threads with one consumer */
 #define RFK_WGMMA_RIGHT 1u
 #define RFK_WGMMA_WRONG 2u
 
 struct rfk_wgmma_stage {
-    int4 w[RFK_WGMMA_ROWS][8], x[RFK_WGMMA_COLS][8]; /* rfk_swizzled */
+    int4 w[RFK_WGMMA_ROWS][8], x[RFK_WGMMA_COLS][8]; /* rfk_swizzled; the columns of a second consumer follow */
 };
-union rfk_wgmma_shared {
-    rfk_wgmma_stage stage[RFK_WGMMA_STAGES];
-    float out[RFK_WGMMA_COLS][RFK_WGMMA_ROWS + 4]; /* padding: columns of a wave's lanes lie in different banks */
+struct rfk_wgmma_out { /* a consumer's sums, in place of the stages */
+    float at[RFK_WGMMA_COLS][RFK_WGMMA_ROWS + 4]; /* padding: columns of a wave's lanes lie in different banks */
 };
-/* Dynamic shared memory of a launch: 1024 bytes more, for the swizzle is by address bits. */
-#define RFK_WGMMA_BYTES ((uint32_t)sizeof(rfk_wgmma_shared) + 1024)
+/* Dynamic shared memory of a launch: 1024 bytes more, for the swizzle is by address bits. A multiprocessor holds two
+ * blocks of one consumer with 3 stages each, or one of two with 4: its decoded weights serve 256 columns. */
+#define RFK_WGMMA_STAGE_WORDS(groups) ((RFK_WGMMA_ROWS + (groups) * RFK_WGMMA_COLS) * 8)
+#define RFK_WGMMA_BYTES(groups) \
+    (((groups) + 2) * RFK_WGMMA_STAGE_WORDS(groups) * (uint32_t)sizeof(int4) + 1024)
 #define RFK_WGMMA_CHECK_BYTES ((uint32_t)sizeof(rfk_wgmma_stage) + 1024)
 
 #if defined(ROCMFORGE_HIP_EMU)
@@ -5018,11 +5021,31 @@ struct rfk_wgmma_columns {
     uint32_t x[RFK_WGMMA_COLS]; /* rfk_wgmma_tile.x_row */
 };
 struct rfk_mbarriers {
-    rfk_mbarrier full[RFK_WGMMA_STAGES];  /* W and x of a stage are there: each producer wave and a bulk copy arrive */
+    rfk_mbarrier full[RFK_WGMMA_STAGES];  /* W and x of a stage are there: its producer's waves and a bulk copy arrive */
     rfk_mbarrier empty[RFK_WGMMA_STAGES]; /* the consumer waves are done with it */
 };
+/* The stages of a block. Step i of the block's depth steps is in stage i % n_stages, for the (i / n_stages)-th time. */
+struct rfk_wgmma_ring {
+    int4 *memory;
+    rfk_mbarriers *barriers;
+    uint32_t groups; /* consumers, and producers: they fill stages in turn */
+};
+struct rfk_wgmma_slot {
+    rfk_wgmma_stage *stage;
+    rfk_mbarrier *full, *empty;
+    uint32_t round;
+};
+RFK_DEVICE rfk_wgmma_slot rfk_wgmma_find(const rfk_wgmma_ring &ring, uint32_t i) {
+    const uint32_t round = ring.groups == 1 ? i / 3 : i / 4, number = i - round * (ring.groups + 2);
+    const rfk_wgmma_slot slot = {
+        reinterpret_cast<rfk_wgmma_stage *>(ring.memory + number * RFK_WGMMA_STAGE_WORDS(ring.groups)),
+        &ring.barriers->full[number], &ring.barriers->empty[number], round};
+    return slot;
+}
 
 #if defined(ROCMFORGE_HIP_EMU)
+RFK_DEVICE uint32_t rfk_shared_address(const void *p) { return (uint32_t)(size_t)p; }
+RFK_DEVICE void rfk_assume_global(const void *) {}
 RFK_DEVICE void rfk_mbarrier_init(rfk_mbarrier *g, uint32_t n) { hip_emu_gate_make(g, n); }
 RFK_DEVICE void rfk_mbarrier_arrive(rfk_mbarrier *g) { hip_emu_gate_arrive(g, 0); }
 RFK_DEVICE void rfk_mbarrier_wait(rfk_mbarrier *g, uint32_t n) { hip_emu_gate_wait(g, n & 1); }
@@ -5042,6 +5065,8 @@ template <int COLS, bool F16> RFK_DEVICE void rfk_wgmma(float *sum, const int4 *
 }
 #else
 RFK_DEVICE uint32_t rfk_shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+/* Pointers out of tables: loads that may be of shared memory are slower. */
+RFK_DEVICE void rfk_assume_global(const void *p) { __builtin_assume(__isGlobal(p)); }
 /* By one thread, before a barrier. */
 RFK_DEVICE void rfk_mbarrier_init(rfk_mbarrier *g, uint32_t n) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(rfk_shared_address(g)), "r"(n) : "memory");
@@ -5137,9 +5162,9 @@ template <int COLS> RFK_DEVICE void rfk_wgmma_drain(float (&sum)[2][COLS / 2]) {
 #endif
 }
 
-/* Dynamic shared memory, aligned to 1024 bytes. */
+/* Dynamic shared memory, aligned to 1024 bytes by an index: the compiler must see that it is shared memory. */
 template <class T> RFK_DEVICE T &rfk_wgmma_memory(int4 *asked_for) {
-    return *reinterpret_cast<T *>(((size_t)asked_for + 1023) & ~(size_t)1023);
+    return *reinterpret_cast<T *>(asked_for + (0u - rfk_shared_address(asked_for)) % 1024 / sizeof(int4));
 }
 
 /* Store 16 weights d * (q - OFFSET) - m as words `word` and word + 1 of row i. A byte placed above a float's last 8
@@ -5172,27 +5197,29 @@ RFK_DEVICE void rfk_wgmma_store(int4 *row, uint32_t i, uint32_t word, const int 
     }
 }
 
-/* A block's rows of W from row0 on, n columns of x, and depth steps [first, end). Columns are adjacent from col0 on
- * (x_row NULL), or those of pairs: x_row is a column's first word, plus what its words are swizzled by. */
+/* A block's rows of W from row0 on, n columns of x, up to 128 a consumer, and depth steps [first, end). Columns are
+ * adjacent from col0 on (x_row NULL), or those of pairs: x_row is a column's first word, plus what its words are
+ * swizzled by. */
 struct rfk_wgmma_tile {
     uint32_t row0, col0, n, first, end;
     const uint32_t *x_row; /* in shared memory */
 };
 
-/* The producer warpgroup starts to fill stage.x for a step: one bulk copy, or a copy for each word of the pairs. */
+/* A producer warpgroup starts to fill x of a step's stage: one bulk copy, or a copy for each word of the pairs. */
 RFK_DEVICE void rfk_wgmma_copy_x(const rfk_matmul_args &a, const rfk_wgmma_tile &tile, uint32_t step,
-                                 rfk_wgmma_stage &stage, rfk_mbarrier *full) {
+                                 const rfk_wgmma_slot &to) {
     const uint32_t thread = threadIdx.x % RFK_WARPGROUP, word = thread % 8;
     if (!tile.x_row) {
         const int4 *from = reinterpret_cast<const int4 *>(a.x8.q) + ((size_t)step * a.x8.bf16 + tile.col0) * 8;
-        if (thread == 0) rfk_mbarrier_copy(full, stage.x, from, sizeof stage.x);
+        if (thread == 0)
+            rfk_mbarrier_copy(to.full, to.stage->x, from, (1 + (tile.n > RFK_WGMMA_COLS)) * sizeof to.stage->x);
         return;
     }
     const int4 *from = reinterpret_cast<const int4 *>(a.x8.q) + (size_t)step * a.x8.bf16 * 8;
     RFK_UNROLL(4)
     for (uint32_t i = thread / 8; i < (tile.n <= RFK_PAIR_TILE ? RFK_PAIR_TILE : RFK_WGMMA_COLS); i += 16) {
         const uint32_t x = tile.x_row[i];
-        rfk_copy16(&stage.x[i][rfk_swizzled(i, word)], from + (x - x % 8) + rfk_swizzled(x, word));
+        rfk_copy16(&to.stage->x[i][rfk_swizzled(i, word)], from + (x - x % 8) + rfk_swizzled(x, word));
     }
 }
 
@@ -5203,100 +5230,101 @@ RFK_DEVICE void rfk_wgmma_filled(rfk_mbarrier *full) {
     if (threadIdx.x % 32 == 0) rfk_mbarrier_arrive(full);
 }
 
-/* The producer warpgroup copies weights of 16-bit floats to the stages of depth steps [first, end): a stage is being
- * filled while the one before it arrives. Rows beyond the last repeat it. */
+/* A producer warpgroup copies weights of 16-bit floats to the stages of its steps: one is being filled while the one
+ * before it arrives. Rows beyond the last repeat it. */
 RFK_DEVICE void rfk_wgmma_copy(const rfk_matmul_args &a, const rfk_product &p, const rfk_wgmma_tile &tile,
-                               rfk_wgmma_shared &s, rfk_mbarriers &barriers) {
-    const uint32_t thread = threadIdx.x % RFK_WARPGROUP, word = thread % 8, first = tile.first, end = tile.end;
+                               const rfk_wgmma_ring &ring) {
+    const uint32_t thread = threadIdx.x % RFK_WARPGROUP, word = thread % 8, n_steps = tile.end - tile.first,
+                   producer = threadIdx.x / RFK_WARPGROUP - ring.groups;
     RFK_UNROLL(1)
-    for (uint32_t step = first; step <= end; step++) {
-        const uint32_t round = (step - first) / RFK_WGMMA_STAGES, number = (step - first) % RFK_WGMMA_STAGES,
-                       last = (number + RFK_WGMMA_STAGES - 1) % RFK_WGMMA_STAGES;
-        if (step < end) {
-            if (round > 0) rfk_mbarrier_wait(&barriers.empty[number], round - 1);
-            rfk_wgmma_copy_x(a, tile, step, s.stage[number], &barriers.full[number]);
+    for (uint32_t i = producer; i < n_steps + ring.groups; i += ring.groups) {
+        if (i < n_steps) {
+            const rfk_wgmma_slot to = rfk_wgmma_find(ring, i);
+            if (to.round > 0) rfk_mbarrier_wait(to.empty, to.round - 1);
+            rfk_wgmma_copy_x(a, tile, tile.first + i, to);
             RFK_UNROLL(8)
-            for (uint32_t i = thread / 8; i < RFK_WGMMA_ROWS; i += 16) {
-                const uint32_t row = tile.row0 + i < p.n_out ? tile.row0 + i : p.n_out - 1;
-                const uint8_t *from = p.w.plane[0] +
-                                      2 * ((size_t)(p.row0 + row) * a.n_in + step * RFK_WGMMA_DEPTH);
-                rfk_copy16(&s.stage[number].w[i][rfk_swizzled(i, word)], reinterpret_cast<const int4 *>(from) + word);
+            for (uint32_t j = thread / 8; j < RFK_WGMMA_ROWS; j += 16) {
+                const uint32_t row = tile.row0 + j < p.n_out ? tile.row0 + j : p.n_out - 1;
+                const uint8_t *from = p.w.plane[0] + 2 * ((size_t)(p.row0 + row) * a.n_in +
+                                                          (tile.first + i) * RFK_WGMMA_DEPTH);
+                rfk_copy16(&to.stage->w[j][rfk_swizzled(j, word)], reinterpret_cast<const int4 *>(from) + word);
             }
         }
         rfk_commit_copies();
         rfk_wait_copies_but_one();
-        if (step > first) rfk_wgmma_filled(&barriers.full[last]);
+        if (i >= producer + ring.groups) rfk_wgmma_filled(rfk_wgmma_find(ring, i - ring.groups).full);
     }
 }
 
-/* The producer warpgroup fills the stages of depth steps [first, end), two lanes a row. Where a unit's halves are 64
- * values apart, two steps share twice as many units and take a half each. Rows beyond the last repeat it. */
+/* A producer warpgroup fills the stages of its steps, two lanes a row. Where a unit's halves are 64 values apart, two
+ * steps share twice as many units and take a half each. Rows beyond the last repeat it. */
 template <int TYPE>
 RFK_DEVICE void rfk_wgmma_fill(const rfk_matmul_args &a, const rfk_product &p, const rfk_wgmma_tile &tile,
-                               rfk_wgmma_shared &s, rfk_mbarriers &barriers) {
+                               const rfk_wgmma_ring &ring) {
     typedef rfk_format<TYPE> F;
-    const uint32_t row0 = tile.row0, first = tile.first, end = tile.end;
     const uint32_t UNITS = F::STRIDE == 64 ? 2 : 1, N = RFK_WGMMA_ROWS / 64 * UNITS,
-                   thread = threadIdx.x % RFK_WARPGROUP, odd = thread % 2, pair = thread / 2;
+                   thread = threadIdx.x % RFK_WARPGROUP, odd = thread % 2, pair = thread / 2, end = tile.end,
+                   first = tile.first + UNITS * (threadIdx.x / RFK_WARPGROUP - ring.groups),
+                   stride = UNITS * ring.groups;
     /* stores of 8 lanes must hit all banks: rows 0-3, or 0, 1, 4 and 5 if they are 2 words apart */
     const uint32_t i = F::STRIDE == 16 ? pair : (pair & ~6u) | (pair & 2) << 1 | (pair & 4) >> 1;
     rfk_raw raw[N];
     size_t block[N / UNITS];
+    if (first >= end) return;
     RFK_UNROLL(4)
     for (uint32_t j = 0; j < N / UNITS; j++) {
-        const uint32_t row = row0 + i + 64 * j;
+        const uint32_t row = tile.row0 + i + 64 * j;
         block[j] = (size_t)(p.row0 + (row < p.n_out ? row : p.n_out - 1)) * (a.n_in / F::BLOCK);
     }
     RFK_UNROLL(4)
     for (uint32_t n = 0; n < N; n++) F::fetch(p.w, block[n / UNITS], 2 * first + odd + n % UNITS * 2, raw[n]);
     RFK_UNROLL(1)
-    for (uint32_t some = first; some < end; some += UNITS) {
+    for (uint32_t some = first; some < end; some += stride) {
         RFK_UNROLL(2)
         for (uint32_t part = 0; part < UNITS; part++) {
-            const uint32_t step = some + part, round = (step - first) / RFK_WGMMA_STAGES,
-                           number = (step - first) % RFK_WGMMA_STAGES;
-            rfk_wgmma_stage &stage = s.stage[number];
-            if (round > 0) rfk_mbarrier_wait(&barriers.empty[number], round - 1);
-            rfk_wgmma_copy_x(a, tile, step, stage, &barriers.full[number]);
+            const rfk_wgmma_slot to = rfk_wgmma_find(ring, some + part - tile.first);
+            if (to.round > 0) rfk_mbarrier_wait(to.empty, to.round - 1);
+            rfk_wgmma_copy_x(a, tile, some + part, to);
             RFK_UNROLL(4)
             for (uint32_t n = 0; n < N; n++) {
                 const uint32_t row = i + n / UNITS * 64, unit = 2 * some + odd + n % UNITS * 2,
-                               next = step + 1 < end ? unit + 2 * UNITS : unit;
+                               next = some + stride < end ? unit + 2 * stride : unit;
                 rfk_unit v;
                 F::unpack(raw[n], unit, v);
                 if (part + 1 == UNITS) F::fetch(p.w, block[n / UNITS], next, raw[n]);
                 RFK_UNROLL(2)
                 for (uint32_t h = 0; h < 2; h++) {
                     if (UNITS == 2 && h != part) continue;
-                    rfk_wgmma_store<F::OFFSET>(stage.w[row], row,
+                    rfk_wgmma_store<F::OFFSET>(to.stage->w[row], row,
                                                rfk_unit_at<TYPE>(unit) % 64 / 8 + h * (F::STRIDE % 64 / 8),
                                                v.q + 4 * h, v.d[h], F::HAS_MIN ? v.m[h] : 0.0f);
                 }
             }
-            rfk_wait_copies();
-            rfk_wgmma_filled(&barriers.full[number]);
+            if (tile.x_row) rfk_wait_copies(); /* not for a bulk copy: it would wait for what is fetched, too */
+            rfk_wgmma_filled(to.full);
         }
     }
 }
 
-/* The consumer warpgroup multiplies; at the end the sums replace the stages. */
+/* A consumer warpgroup multiplies its columns; at the end the sums replace the stages. */
 template <int COLS, bool F16>
-RFK_DEVICE void rfk_wgmma_multiply(uint32_t n_steps, rfk_wgmma_shared &s, rfk_mbarriers &barriers) {
+RFK_DEVICE void rfk_wgmma_multiply(uint32_t n_steps, const rfk_wgmma_ring &ring, rfk_wgmma_out &out) {
     float sum[2][COLS / 2];
+    const uint32_t words = threadIdx.x / RFK_WARPGROUP * RFK_WGMMA_COLS * 8;
     RFK_UNROLL(1)
-    for (uint32_t step = 0; step < n_steps; step++) {
-        const uint32_t number = step % RFK_WGMMA_STAGES, last = (step + RFK_WGMMA_STAGES - 1) % RFK_WGMMA_STAGES;
-        rfk_mbarrier_wait(&barriers.full[number], step / RFK_WGMMA_STAGES);
-        rfk_wgmma_step<COLS, F16>(sum, s.stage[number].w[0], s.stage[number].x[0], step > 0);
+    for (uint32_t i = 0; i < n_steps; i++) {
+        const rfk_wgmma_slot now = rfk_wgmma_find(ring, i);
+        rfk_mbarrier_wait(now.full, now.round);
+        rfk_wgmma_step<COLS, F16>(sum, now.stage->w[0], now.stage->x[0] + words, i > 0);
         rfk_wgmma_wait<1>(); /* the previous step is done */
-        if (step > 0 && threadIdx.x % 32 == 0) rfk_mbarrier_arrive(&barriers.empty[last]);
+        if (i > 0 && threadIdx.x % 32 == 0) rfk_mbarrier_arrive(rfk_wgmma_find(ring, i - 1).empty);
     }
     rfk_wgmma_drain<COLS>(sum);
     __syncthreads();
     RFK_UNROLL(2)
     for (uint32_t n = 0; n < 2; n++)
         RFK_UNROLL(64)
-        for (uint32_t i = 0; i < COLS / 2; i++) s.out[rfk_wgmma_col(i)][64 * n + rfk_wgmma_row(i)] = sum[n][i];
+        for (uint32_t i = 0; i < COLS / 2; i++) out.at[rfk_wgmma_col(i)][64 * n + rfk_wgmma_row(i)] = sum[n][i];
     __syncthreads();
 }
 #endif
@@ -5348,40 +5376,46 @@ RFK_DEVICE bool rfk_wgmma_find_pairs(const rfk_wgmma_args &a, rfk_product *p, rf
     return p->w.plane[0] != NULL;
 }
 
-/* Store the sums that the consumer warpgroup left: four rows of a column a thread. */
+/* Store the sums that this consumer warpgroup left: four rows of a column a thread. */
 RFK_DEVICE void rfk_wgmma_put(const rfk_wgmma_args &a, const rfk_product &p, const rfk_wgmma_tile &work,
-                              const rfk_wgmma_shared &s) {
+                              const rfk_wgmma_out &sums) {
     const rfk_tiles_args &t = a.t;
-    const uint32_t fours = RFK_WGMMA_ROWS / 4, row = 4 * (threadIdx.x % fours), i = (work.row0 + row) / 4;
-    const size_t tile = ((size_t)blockIdx.y * gridDim.x + blockIdx.x) * t.n_splits + blockIdx.z;
+    const uint32_t fours = RFK_WGMMA_ROWS / 4, row = 4 * (threadIdx.x % fours), i = (work.row0 + row) / 4,
+                   first = threadIdx.x / RFK_WARPGROUP * RFK_WGMMA_COLS,
+                   n = work.n - first < RFK_WGMMA_COLS ? work.n - first : RFK_WGMMA_COLS,
+                   col_tiles = (t.m.n_cols + RFK_WGMMA_COLS - 1) / RFK_WGMMA_COLS,
+                   tile = (blockIdx.y * col_tiles + (work.col0 + first) / RFK_WGMMA_COLS) * t.n_splits + blockIdx.z;
     if (work.row0 + row >= p.n_out && !t.part) return;
     RFK_UNROLL(1)
-    for (uint32_t col = threadIdx.x / fours; col < work.n; col += RFK_WARPGROUP / fours) {
-        float4 v = *reinterpret_cast<const float4 *>(&s.out[col][row]);
-        const float unit = a.unit ? a.unit[work.col0 + col] : 1.0f;
+    for (uint32_t at = threadIdx.x % RFK_WARPGROUP / fours; at < n; at += RFK_WARPGROUP / fours) {
+        const uint32_t col = work.col0 + first + at;
+        float4 v = *reinterpret_cast<const float4 *>(&sums.at[at][row]);
+        const float unit = a.unit ? a.unit[col] : 1.0f;
         v.x *= unit, v.y *= unit, v.z *= unit, v.w *= unit;
         float out[4] = {v.x, v.y, v.z, v.w};
-        if (t.part) *reinterpret_cast<float4 *>(t.part + (tile * RFK_WGMMA_COLS + col) * RFK_WGMMA_ROWS + row) = v;
-        else if (!work.x_row) rfk_put4(p, i, work.col0 + col, out);
-        else rfk_put_pair4(a.e, a.lists.sorted[work.col0 + col], a.lists.tile[blockIdx.x].expert, i, out);
+        if (t.part)
+            *reinterpret_cast<float4 *>(t.part + ((size_t)tile * RFK_WGMMA_COLS + at) * RFK_WGMMA_ROWS + row) = v;
+        else if (!work.x_row) rfk_put4(p, i, col, out);
+        else rfk_put_pair4(a.e, a.lists.sorted[col], a.lists.tile[blockIdx.x].expert, i, out);
     }
 }
 #endif
 
-/* grid [ceil(cols / 128) or tiles of pairs, row tiles of all products, splits]   block 256   LDS 98 KiB
- * n_in % 64 == 0   reads W once per 128 columns and x once per 128 rows
+/* grid [ceil(cols / 128 / groups) or tiles of pairs, row tiles of all products, splits]   block 256 groups
+ * LDS 98 KiB, or 194 for 2 groups   n_in % 64 == 0   reads W once per 128 groups columns and x once per 128 rows
  * ONLY: the one type of a class that comes here; its producers do not branch on the type. */
 template <int TYPE, uint32_t ONLY = RF_TYPE_COUNT>
-static __global__ void RFK_RESIDENT(RFK_WGMMA_BLOCK, 2) rfk_matmul_wgmma(rfk_wgmma_args a) {
+static __global__ void RFK_THREADS(RFK_WGMMA_GROUPS *RFK_WGMMA_BLOCK) rfk_matmul_wgmma(rfk_wgmma_args a) {
 #if defined(RFK_HAS_WGMMA)
     const bool HALVES = TYPE == RF_TYPE_F16, /* F32 stands for a type that is not built */
                COPIED = HALVES || TYPE == RF_TYPE_BF16 || TYPE == RF_TYPE_F32;
     RFK_SHARED(rfk_mbarriers, barriers);
     RFK_SHARED(rfk_wgmma_columns, columns);
     RFK_DYNAMIC(int4, memory);
-    rfk_wgmma_shared &s = rfk_wgmma_memory<rfk_wgmma_shared>(memory);
+    const rfk_wgmma_ring ring = {&rfk_wgmma_memory<int4>(memory), &barriers, blockDim.x / RFK_WGMMA_BLOCK};
     const rfk_tiles_args &t = a.t;
-    const uint32_t steps = t.m.n_in / RFK_WGMMA_DEPTH, last = t.split_units / 2 * (blockIdx.z + 1);
+    const uint32_t steps = t.m.n_in / RFK_WGMMA_DEPTH, last = t.split_units / 2 * (blockIdx.z + 1),
+                   max_cols = ring.groups * RFK_WGMMA_COLS, warpgroup = threadIdx.x / RFK_WARPGROUP;
     rfk_product p;
     rfk_wgmma_tile work;
     work.first = t.split_units / 2 * blockIdx.z, work.end = last < steps ? last : steps;
@@ -5390,28 +5424,33 @@ static __global__ void RFK_RESIDENT(RFK_WGMMA_BLOCK, 2) rfk_matmul_wgmma(rfk_wgm
     } else {
         uint32_t number = blockIdx.y;
         p = rfk_pick(t.m, &number);
-        work.row0 = number * RFK_WGMMA_ROWS, work.col0 = blockIdx.x * RFK_WGMMA_COLS, work.x_row = NULL;
-        work.n = t.m.n_cols - work.col0 < RFK_WGMMA_COLS ? t.m.n_cols - work.col0 : RFK_WGMMA_COLS;
+        work.row0 = number * RFK_WGMMA_ROWS, work.col0 = blockIdx.x * max_cols, work.x_row = NULL;
+        work.n = t.m.n_cols - work.col0 < max_cols ? t.m.n_cols - work.col0 : max_cols;
     }
+    for (int i = 0; i < 4; i++) rfk_assume_global(p.w.plane[i]);
+    const uint32_t consumers = work.n > RFK_WGMMA_COLS ? 2 : 1;
     if (threadIdx.x < RFK_WGMMA_STAGES) {
         rfk_mbarrier_init(&barriers.full[threadIdx.x], RFK_WARPGROUP / 32 + (work.x_row == NULL));
-        rfk_mbarrier_init(&barriers.empty[threadIdx.x], RFK_WARPGROUP / 32);
+        rfk_mbarrier_init(&barriers.empty[threadIdx.x], consumers * (RFK_WARPGROUP / 32));
     }
     __syncthreads();
-    if (threadIdx.x >= RFK_WARPGROUP) {
+    if (warpgroup >= consumers) {
         rfk_shrink_registers<88>();
         if (ONLY < RF_TYPE_COUNT) p.w.type = ONLY;
-        if (COPIED) rfk_wgmma_copy(t.m, p, work, s, barriers);
-        else rfk_wgmma_fill<COPIED ? RF_TYPE_Q8_0 : TYPE>(t.m, p, work, s, barriers);
+        if (warpgroup >= ring.groups) { /* not for a second consumer without columns */
+            if (COPIED) rfk_wgmma_copy(t.m, p, work, ring);
+            else rfk_wgmma_fill<COPIED ? RF_TYPE_Q8_0 : TYPE>(t.m, p, work, ring);
+        }
         __syncthreads(); /* matches the barriers in rfk_wgmma_multiply */
         __syncthreads();
         return;
     }
     rfk_grow_registers<168>();
+    rfk_wgmma_out &sums = reinterpret_cast<rfk_wgmma_out *>(ring.memory)[warpgroup];
     if (!COPIED && work.x_row && work.n <= RFK_PAIR_TILE)
-        rfk_wgmma_multiply<RFK_PAIR_TILE, false>(work.end - work.first, s, barriers);
-    else rfk_wgmma_multiply<RFK_WGMMA_COLS, HALVES>(work.end - work.first, s, barriers);
-    rfk_wgmma_put(a, p, work, s);
+        rfk_wgmma_multiply<RFK_PAIR_TILE, false>(work.end - work.first, ring, sums);
+    else rfk_wgmma_multiply<RFK_WGMMA_COLS, HALVES>(work.end - work.first, ring, sums);
+    rfk_wgmma_put(a, p, work, sums);
 #else
     (void)a;
 #endif
@@ -8670,10 +8709,10 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
         for (uint32_t type = 0; d->wgmma && type < RF_TYPE_COUNT; type++) {
             const void *bf16 = (const void *)rfk_find_wgmma(type);
             if (!bf16) continue;
-            if (cudaFuncSetAttribute(bf16, cudaFuncAttributeMaxDynamicSharedMemorySize, RFK_WGMMA_BYTES) !=
-                cudaSuccess)
+            if (cudaFuncSetAttribute(bf16, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     RFK_WGMMA_BYTES(RFK_WGMMA_GROUPS)) != cudaSuccess)
                 d->wgmma = 0;
-            /* for two blocks a multiprocessor */
+            /* for two small blocks a multiprocessor */
             (void)cudaFuncSetAttribute(bf16, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
         }
         const rfk_flash_kernel flash[] = {rfk_find_flash<uint16_t>(d, 256), rfk_find_flash<uint16_t>(d, RFK_FLASH_HEAD),
@@ -10208,13 +10247,15 @@ static uint32_t rfk_make_products(const rfk_launching *l, rfk_matmul_args *a, ui
     return end;
 }
 
-/* Split-K: blocks that share the depth of a tile, of `steps` steps. Two blocks keep a compute unit busy, one alone is
- * slower; a block's start and end cost about two steps, the reduction one or two. Measured on an H200. */
-static uint32_t rfk_choose_tile_splits(uint32_t tiles, uint32_t steps, uint32_t compute_units, uint32_t max_blocks) {
+/* Split-K: blocks that share the depth of a tile, of `steps` steps. Two tiles keep a compute unit busy, of two blocks
+ * or `together` in one; one alone is slower. A block's start and end cost about two steps, the reduction one or two.
+ * Measured on an H200. */
+static uint32_t rfk_choose_tile_splits(uint32_t tiles, uint32_t together, uint32_t steps, uint32_t compute_units,
+                                       uint32_t max_tiles) {
     uint32_t best = 1;
     float min = 0;
-    for (uint32_t n = 1; n <= RFK_MAX_TILE_SPLITS && (n == 1 || (n <= steps / 4 && tiles * n <= max_blocks)); n++) {
-        uint32_t waves = rfk_ceil_div((uint64_t)tiles * n, compute_units);
+    for (uint32_t n = 1; n <= RFK_MAX_TILE_SPLITS && (n == 1 || (n <= steps / 4 && tiles * n <= max_tiles)); n++) {
+        uint32_t waves = together * rfk_ceil_div((uint64_t)(tiles / together) * n, compute_units);
         float time = ((float)waves + 0.4f * (float)(waves % 2)) * ((float)rfk_ceil_div(steps, n) + 2);
         if (n > 1) time += 2 + 1.5f * (float)(tiles * n) / (float)compute_units;
         if (n == 1 || time < min) min = time, best = n;
@@ -10223,9 +10264,10 @@ static uint32_t rfk_choose_tile_splits(uint32_t tiles, uint32_t steps, uint32_t 
 }
 
 /* Split-K: n_splits blocks of split_units groups of 32 values, multiples of `step`. */
-static void rfk_cut_depth(const rf_prepared *p, rfk_tiles_args *t, uint32_t tiles, uint32_t step = RFK_DEPTH / 32) {
+static void rfk_cut_depth(const rf_prepared *p, rfk_tiles_args *t, uint32_t tiles, uint32_t step = RFK_DEPTH / 32,
+                          uint32_t together = 1) {
     const uint32_t units = rfk_ceil_div(t->m.n_in, 32), steps = rfk_ceil_div(units, step),
-                   splits = rfk_choose_tile_splits(tiles, steps, p->dev->info.compute_units, p->tile_blocks);
+                   splits = rfk_choose_tile_splits(tiles, together, steps, p->dev->info.compute_units, p->tile_blocks);
     t->split_units = rfk_ceil_div(steps, splits) * step;
     t->n_splits = rfk_ceil_div(units, t->split_units);
     t->part = t->n_splits > 1 ? p->tile_part : NULL;
@@ -10318,8 +10360,8 @@ static rf_result rfk_run_matmul_float(rfk_launching *l, const rfk_matmul_args *p
     return rfk_run_join(l, &t, row_tiles, col_tiles);
 }
 
-static rf_result rfk_launch_wgmma(const rfk_launching *l, const rfk_wgmma_args *a, dim3 grid) {
-    const rfk_config c = {grid, dim3(RFK_WGMMA_BLOCK), RFK_WGMMA_BYTES, 0, l->q->stream};
+static rf_result rfk_launch_wgmma(const rfk_launching *l, const rfk_wgmma_args *a, dim3 grid, uint32_t groups) {
+    const rfk_config c = {grid, dim3(groups * RFK_WGMMA_BLOCK), RFK_WGMMA_BYTES(groups), 0, l->q->stream};
     return rfk_enqueue_config(l, rfk_find_wgmma(l->p->plan->weights[l->op->weight].type), c, *a);
 }
 
@@ -10340,9 +10382,11 @@ static rf_result rfk_run_wgmma(rfk_launching *l, const rfk_matmul_args *products
     } else if (l->b.quantize || type == RF_TYPE_BF16) {
         r = rfk_run_quantize(l, t->m.x8, t->m.n_cols, l->b.in_stride, t->m.n_in);
     }
-    const uint32_t row_tiles = rfk_make_products(l, &t->m, t->rows), col_tiles = rfk_ceil_div(t->m.n_cols, t->cols);
-    rfk_cut_depth(l->p, t, row_tiles * col_tiles);
-    if (r == RF_OK) r = rfk_launch_wgmma(l, &a, dim3(col_tiles, row_tiles, t->n_splits));
+    const uint32_t row_tiles = rfk_make_products(l, &t->m, t->rows), col_tiles = rfk_ceil_div(t->m.n_cols, t->cols),
+                   groups = col_tiles % 2 == 0 || col_tiles > 4 ? RFK_WGMMA_GROUPS : 1,
+                   blocks = rfk_ceil_div(col_tiles, groups);
+    rfk_cut_depth(l->p, t, row_tiles * blocks * groups, RFK_DEPTH / 32, groups);
+    if (r == RF_OK) r = rfk_launch_wgmma(l, &a, dim3(blocks, row_tiles, t->n_splits), groups);
     if (r != RF_OK || t->n_splits == 1) return r;
     return rfk_run_join(l, t, row_tiles, col_tiles);
 }
@@ -10788,7 +10832,7 @@ static rf_result rfk_run_pair_tiles(const rfk_launching *l, const rfk_experts_ar
     a.t.split_units = e->n_in / 32;
     if (e->x8.bf16) {
         rfk_wgmma_args w = {a.t, NULL, *e, a.lists};
-        return rfk_launch_wgmma(l, &w, dim3(n_tiles, rfk_ceil_div(e->n_out, RFK_WGMMA_ROWS)));
+        return rfk_launch_wgmma(l, &w, dim3(n_tiles, rfk_ceil_div(e->n_out, RFK_WGMMA_ROWS)), 1);
     }
     if (type == RF_TYPE_F16) return rfk_run_pair_16bit<false>(l, &a, n_tiles);
     if (type == RF_TYPE_BF16) return rfk_run_pair_16bit<true>(l, &a, n_tiles);

@@ -2283,8 +2283,9 @@ static void bfloats_cases(uint32_t device) {
     }
     ExpertsCase many = {RF_TYPE_Q4_K, 512, 130, 140, 2, 4, device, true, true, true, false, true}; /* three tiles */
     experts_case(many);
-    MatmulCase halves = {RF_TYPE_F16, 1280, 70, 140, 2, device}, bfloats = {RF_TYPE_BF16, 640, 70, 140, 3, device};
-    matmul_case(halves), matmul_case(bfloats);
+    MatmulCase halves = {RF_TYPE_F16, 1280, 70, 140, 2, device}, bfloats = {RF_TYPE_BF16, 640, 70, 140, 3, device},
+               five = {RF_TYPE_Q4_K, 512, 130, 530, 1, device}; /* columns for 5 tiles: three blocks of two consumers */
+    matmul_case(halves), matmul_case(bfloats), matmul_case(five);
     MatmulCase odd = {RF_TYPE_Q8_0, 96, 20, 70, 0, device}; /* half a step: int8 */
     matmul_case(odd);
     together_case(RF_TYPE_Q4_K, RF_TYPE_Q6_K, 256, 66, device, true);
