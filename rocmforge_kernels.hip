@@ -1412,7 +1412,7 @@ struct rfk_norm_args {
     const float *in;
     float *out;           /* NULL: not wanted */
     rfk_int8_rows to;
-    uint32_t w_type, b_type, in_stride, out_stride, n, center, accumulate;
+    uint32_t w_type, b_type, in_stride, out_stride, n, n_heads, center, accumulate;
     uint32_t w_head; /* values of w from one head to the next */
     float eps;
 };
@@ -1533,6 +1533,31 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rms_norm_w
     RFK_SHARED(rfk_norm_shared, s);
     const rfk_norm_row r = {a.in + (size_t)blockIdx.x * a.in_stride + (size_t)blockIdx.y * a.n, a.n};
     rfk_norm_wide<WAVE>(a, r, s);
+}
+
+/* The same for heads of up to 16 WAVE values, a wave each.   grid [rows, ceil(heads / waves)]   block 256 */
+template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rms_norm_heads(rfk_norm_args a) {
+    if (!RFK_RUNS_WAVE(WAVE)) return;
+    const uint32_t head = blockIdx.y * (RFK_BLOCK / WAVE) + threadIdx.x / WAVE, lane = threadIdx.x % WAVE;
+    if (head >= a.n_heads) return;
+    const float *in = a.in + (size_t)blockIdx.x * a.in_stride + (size_t)head * a.n,
+                *w = reinterpret_cast<const float *>(a.w) + (size_t)head * a.w_head;
+    float *out = a.out + (size_t)blockIdx.x * a.out_stride + (size_t)head * a.n, sum = 0, factor[4], before[4];
+    rfk_norm_part x;
+    RFK_UNROLL(4)
+    for (uint32_t j = 0; j < RFK_NORM_KEPT; j++) {
+        rfk_norm_get4(in, j * WAVE + lane, a.n, x[j]);
+        for (uint32_t k = 0; k < 4; k++) sum += x[j][k] * x[j][k];
+    }
+    const float scale = 1.0f / sqrtf(rfk_wave_sum<WAVE>(sum) / (float)a.n + a.eps);
+    RFK_UNROLL(4)
+    for (uint32_t j = 0; j < RFK_NORM_KEPT; j++) {
+        const uint32_t i = j * WAVE + lane;
+        rfk_norm_get4(w, i, a.n, factor);
+        rfk_norm_get4(out, i, a.accumulate ? a.n : 0, before);
+        for (uint32_t k = 0; k < 4; k++) x[j][k] = x[j][k] * scale * factor[k] + before[k];
+        rfk_set4(out, i, a.n, x[j]);
+    }
 }
 
 /* cos and sin. The quadrant is removed in double precision, because pos * frequency is large; the rest is a Taylor
@@ -10137,6 +10162,7 @@ static rfk_norm_args rfk_make_norm(const rfk_launching *l) {
     a.in_stride = l->b.in_stride;
     a.out_stride = l->b.out_stride;
     a.n = l->op->norm.n;
+    a.n_heads = l->op->norm.n_groups;
     a.w_head = l->op->flags & RF_OP_EACH_HEAD ? a.n : 0;
     a.eps = l->op->norm.eps;
     a.to = rfk_rows_for_next(l);
@@ -10153,8 +10179,13 @@ static bool rfk_is_simple_norm(const rfk_norm_args *a) {
 
 static rf_result rfk_run_rms_norm(const rfk_launching *l) {
     const rfk_norm_args a = rfk_make_norm(l);
-    const dim3 grid(l->n_rows, l->op->norm.n_groups);
-    if (a.n >= 4 * RFK_BLOCK && rfk_is_simple_norm(&a)) /* at least four values a thread */
+    const dim3 grid(l->n_rows, a.n_heads);
+    const uint32_t wave = l->p->dev->info.wave_size;
+    const bool simple = rfk_is_simple_norm(&a);
+    if (simple && l->n_rows > RFK_FEW_STEP && a.n_heads > 1 && a.n <= 16 * wave && !a.to.q)
+        return rfk_enqueue(l, RFK_BY_WAVE(l, (rfk_rms_norm_heads<32>), (rfk_rms_norm_heads<64>)),
+                           dim3(l->n_rows, rfk_ceil_div(a.n_heads, RFK_BLOCK / wave)), RFK_BLOCK, a);
+    if (simple && a.n >= 4 * RFK_BLOCK) /* at least four values a thread */
         return rfk_enqueue_early(l, RFK_BY_WAVE(l, (rfk_rms_norm_wide<32>), (rfk_rms_norm_wide<64>)), grid, RFK_BLOCK,
                                  a);
     return rfk_enqueue_early(l, RFK_BY_WAVE(l, (rfk_rms_norm<32>), (rfk_rms_norm<64>)), grid, RFK_BLOCK, a);
