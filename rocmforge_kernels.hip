@@ -5237,7 +5237,8 @@ RFK_DEVICE void rfk_wgmma_copy_x(const rfk_matmul_args &a, const rfk_wgmma_tile 
     if (!tile.x_row) {
         const int4 *from = reinterpret_cast<const int4 *>(a.x8.q) + ((size_t)step * a.x8.bf16 + tile.col0) * 8;
         if (thread == 0)
-            rfk_mbarrier_copy(to.full, to.stage->x, from, (1 + (tile.n > RFK_WGMMA_COLS)) * sizeof to.stage->x);
+            rfk_mbarrier_copy(to.full, to.stage->x, from,
+                              (tile.n + RFK_PAIR_TILE - 1) / RFK_PAIR_TILE * RFK_PAIR_TILE * sizeof to.stage->x[0]);
         return;
     }
     const int4 *from = reinterpret_cast<const int4 *>(a.x8.q) + (size_t)step * a.x8.bf16 * 8;
@@ -5472,7 +5473,7 @@ static __global__ void RFK_THREADS(RFK_WGMMA_GROUPS *RFK_WGMMA_BLOCK) rfk_matmul
     }
     rfk_grow_registers<168>();
     rfk_wgmma_out &sums = reinterpret_cast<rfk_wgmma_out *>(ring.memory)[warpgroup];
-    if (!COPIED && work.x_row && work.n <= RFK_PAIR_TILE)
+    if (!COPIED && work.n <= RFK_PAIR_TILE)
         rfk_wgmma_multiply<RFK_PAIR_TILE, false>(work.end - work.first, ring, sums);
     else rfk_wgmma_multiply<RFK_WGMMA_COLS, HALVES>(work.end - work.first, ring, sums);
     rfk_wgmma_put(a, p, work, sums);
@@ -9212,11 +9213,10 @@ static uint32_t rfk_many_pairs(const rf_op *op, uint64_t rows) {
     return pairs >= 3 * (uint64_t)op->experts.n_experts && pairs >> 31 == 0 ? (uint32_t)pairs : 0;
 }
 
-/* Whether rfk_matmul_wgmma does the op in a step of so many rows: with 64, half of a tile would be empty. Not for
- * experts of floats. */
+/* Whether rfk_matmul_wgmma does the op in a step of so many rows. Not for experts of floats. */
 static bool rfk_takes_wgmma(const rf_dev *d, const rf_plan *plan, const rf_op *op, uint64_t rows) {
     if (op->kind != RF_OP_MATMUL && op->kind != RF_OP_EXPERTS) return false;
-    if (!d->wgmma || rfk_n_in(op) % RFK_WGMMA_DEPTH || rows <= RFK_WGMMA_COLS / 2) return false;
+    if (!d->wgmma || rfk_n_in(op) % RFK_WGMMA_DEPTH || rows <= RFK_FEW_STEP) return false;
     if (rfk_is_float_type(plan->weights[op->weight].type))
         return op->kind == RF_OP_MATMUL && rfk_term_values(d, plan, op) > 0;
     return op->kind == RF_OP_MATMUL || rfk_many_pairs(op, rows) > 0;
@@ -10414,7 +10414,7 @@ static rf_result rfk_run_wgmma(rfk_launching *l, const rfk_matmul_args *products
         r = rfk_run_quantize(l, t->m.x8, t->m.n_cols, l->b.in_stride, t->m.n_in);
     }
     const uint32_t row_tiles = rfk_make_products(l, &t->m, t->rows), col_tiles = rfk_ceil_div(t->m.n_cols, t->cols),
-                   groups = col_tiles % 2 == 0 || col_tiles > 4 ? RFK_WGMMA_GROUPS : 1,
+                   groups = col_tiles > 1 ? RFK_WGMMA_GROUPS : 1,
                    blocks = rfk_ceil_div(col_tiles, groups);
     rfk_cut_depth(l->p, t, row_tiles * blocks * groups, RFK_DEPTH / 32, groups);
     if (r == RF_OK) r = rfk_launch_wgmma(l, &a, dim3(blocks, row_tiles, t->n_splits), groups);

@@ -563,7 +563,7 @@ struct Seen {
     Seen(uint32_t device, uint32_t type, const float *from, uint32_t n, uint32_t T, uint32_t stride, bool pairs = false)
         : tolerance(FLOAT_TOLERANCE), nmse(NMSE_TOLERANCE) {
         const bool halves = type == RF_TYPE_F16, floats = halves || type == RF_TYPE_BF16,
-                   rounded = (floats ? !pairs : !is_float(type)) && n % 64 == 0 && T > 64 && has_bfloats(device);
+                   rounded = (floats ? !pairs : !is_float(type)) && n % 64 == 0 && T > 32 && has_bfloats(device);
         if (rounded) tolerance = floats ? 1e-4 : ldexp(1, -7), nmse = floats ? 1e-9 : ldexp(1, -16);
         for (uint32_t t = 0; t < T; t++) {
             const float *row = from + (size_t)t * stride;
@@ -2271,7 +2271,7 @@ static void test_joined_norm() {
 /* Many columns of every quantized type on wgmma: rows and columns that fill no tile, depths of one step, of a few and of
  * several blocks; products that share a launch, and a norm and a glu that leave bfloats; experts. */
 static void bfloats_cases(uint32_t device) {
-    static const uint32_t depths[] = {64, 256, 1280}, outs[] = {5, 130, 257}, rows[] = {65, 70, 200};
+    static const uint32_t depths[] = {64, 256, 1280}, outs[] = {5, 130, 257}, rows[] = {40, 70, 200};
     for (size_t t = 1; t < N_TYPES; t++) { /* the first is F32 */
         const uint32_t block = block_elements(types[t]), n = depths[t % 3] < block ? block : depths[t % 3];
         MatmulCase c = {types[t], n, outs[t / 3 % 3], rows[t / 2 % 3], (uint32_t)t % 7, device};
