@@ -5785,6 +5785,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_16bit(rfk_16bit_args<TI
 #define RFK_CELLS 64
 #define RFK_MAX_HEAD 256
 #define RFK_LATENT_HEAD 576  /* of MLA's latent keys; values have at most 2 * RFK_BLOCK */
+#define RFK_ANY_HEAD 1024    /* of keys that rfk_any_attention takes */
 
 struct rfk_attention_args {
     const float *q;
@@ -6036,8 +6037,9 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_attention(rfk_attention_args a
     }
 }
 
-/* Attention to positions that lie after the row's own too, or to those of a list, and with biases by distance: a block
- * for a row and a head, a thread a position.   grid [T, n_heads]   block 256   LDS 4.3 KiB */
+/* Attention to positions that lie after the row's own too, or to those of a list, with biases by distance, and with
+ * longer keys than the others': a block for a row and a head, a thread a position.
+ *   grid [T, n_heads]   block 256   LDS 6 KiB */
 struct rfk_any_attention_args {
     rfk_attention_args a;
     const int32_t *list;         /* [T][list_stride]; NULL: none                  */
@@ -6046,7 +6048,7 @@ struct rfk_any_attention_args {
     uint32_t bias_type, n_buckets, list_stride, n_lists, n_listed, list_unit, n_dense, both_ways;
 };
 struct rfk_any_attention_shared {
-    float q[RFK_LATENT_HEAD], p[RFK_BLOCK], parts[RFK_BLOCK];
+    float q[RFK_ANY_HEAD], p[RFK_BLOCK], parts[RFK_BLOCK];
 };
 /* The largest of a value over the block's threads, or the sum; in each of them. */
 RFK_DEVICE float rfk_block_join(float *parts, float v, bool sum) {
@@ -9098,8 +9100,8 @@ static const char *rfk_why_unsupported(const rf_plan *plan, const rf_op *op) {
         if (op->kind == RF_OP_EXPERTS && !w->n_experts) return "its weight is not of experts";
     }
     if (op->kind == RF_OP_ATTENTION &&
-        (op->attention.head_dim > RFK_LATENT_HEAD || op->attention.head_dim_v > 2 * RFK_BLOCK))
-        return "heads of more than 576 values, or 512 summed ones";
+        (op->attention.head_dim > RFK_ANY_HEAD || op->attention.head_dim_v > 2 * RFK_BLOCK))
+        return "heads of more than 1024 values, or 512 summed ones";
     if (op->kind == RF_OP_DELTA && op->delta.head_dim > RFK_MAX_HEAD) return "keys of heads of more than 256 values";
     if (op->kind == RF_OP_INDEX && op->index.head_dim > RFK_INDEX_HEAD) return "index keys of more than 256 values";
     if (op->kind == RF_OP_SCAN && op->scan.n_state > RFK_MAX_HEAD) return "states of more than 256 rows";
@@ -10540,7 +10542,7 @@ template <uint32_t HEAD> static void (*rfk_find_attention(const rfk_launching *l
 
 /* Whether only rfk_any_attention does it; `longest`: positions that the step's rows see. */
 static bool rfk_is_any_attention(const rf_op *op, uint32_t longest) {
-    return op->flags & RF_OP_BOTH_WAYS || op->bias != RF_NONE ||
+    return op->flags & RF_OP_BOTH_WAYS || op->bias != RF_NONE || op->attention.head_dim > RFK_LATENT_HEAD ||
            (op->in2 != RF_NONE && longest > op->attention.n_dense);
 }
 

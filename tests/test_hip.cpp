@@ -1496,9 +1496,9 @@ static void test_attention() {
 
 /* Keys and values of more than 256 values, and values that are parts of keys. */
 static void test_wide_attention() {
-    static const uint32_t dims[][2] = {{576, 512}, {288, 256}, {40, 32}, {300, 7}, {33, 21}, {257, 257}}, groups[] = {1, 4, 10},
-                          lengths[] = {1, 65, 300, 520}, counts[] = {1, 7, 33};
-    std::vector<Row> list = combinations(std::vector<int>{6, 3, 4, 3, 2, 2, n_devices}, false);
+    static const uint32_t dims[][2] = {{576, 512}, {288, 256}, {40, 32}, {300, 7}, {33, 21}, {257, 257}, {640, 512}},
+                          groups[] = {1, 4, 10}, lengths[] = {1, 65, 300, 520}, counts[] = {1, 7, 33};
+    std::vector<Row> list = combinations(std::vector<int>{7, 3, 4, 3, 2, 2, n_devices}, false);
     for (size_t i = 0; i < list.size(); i += stride) {
         const Row &r = list[i];
         AttentionCase c = {groups[r[1]], 1, dims[r[0]][0], dims[r[0]][1], lengths[r[2]], counts[r[3]], (uint32_t)r[4],
