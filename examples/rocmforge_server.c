@@ -46,6 +46,7 @@
 #define MAX_STOP_BYTES 256
 #define MAX_BIASES 4096
 #define MAX_TOP_LOGPROBS 20
+#define MAX_CALLS 16           /* that an answer may be required to have               */
 #define MAX_INPUTS 256         /* prompts or texts to embed, of one request            */
 #define MAX_OUTPUT (16u << 20) /* bytes that a client has not read: then it is dropped */
 #define UPLOAD_SECONDS 60      /* for a body to arrive                                 */
@@ -725,8 +726,9 @@ static const char *tool_name(const json_t *tool) {
     return json_string_value(json_object_get(json_object_get(tool, "function"), "name"));
 }
 
-/* A call must come: the schema of its JSON {"name", "arguments"}, of one tool or of all. A new reference. */
-static json_t *call_schema(const json_t *tools, const char *only) {
+/* A call must come: the schema of its JSON {"name", "arguments"}, of one tool; or, of all, that of a list of calls, unless
+ * there must be one. A new reference. */
+static json_t *call_schema(const json_t *tools, const char *only, int one_call) {
     json_t *any = json_array();
     const json_t *tool;
     size_t i;
@@ -740,29 +742,33 @@ static json_t *call_schema(const json_t *tools, const char *only) {
     }
     json_t *schema = json_array_size(any) == 1 ? json_incref(json_array_get(any, 0)) : json_pack("{s:O}", "anyOf", any);
     json_decref(any);
-    return schema;
+    if (only || one_call) return schema;
+    return json_pack("{s:s, s:o, s:i, s:i}", "type", "array", "items", schema, "minItems", 1, "maxItems", MAX_CALLS);
 }
 
 /* tool_choice: none, auto, required (Anthropic: any), or a tool's name, in any of the APIs' forms. */
 static int read_tool_choice(task *t, const json_t *o) {
     const json_t *v = get(o, "tool_choice"), *f;
     const char *choice = "auto", *name = NULL;
-    int found = 0;
+    int found = 0, parallel = 1, is_one = 0;
     size_t i;
+    if (!get_flag(t, o, "parallel_tool_calls", &parallel)) return 0;
     if (v && !json_is_string(v) && !json_is_object(v)) return wrong_type(t, "tool_choice", "a string or an object");
     if (json_is_string(v)) choice = json_string_value(v);
     else if (v) {
-        if (!get_text(t, v, "type", &choice) || !get_object(t, v, "function", &f)) return 0;
+        if (!get_text(t, v, "type", &choice) || !get_object(t, v, "function", &f) ||
+            !get_flag(t, v, "disable_parallel_tool_use", &is_one)) return 0;
         if (!get_text(t, f ? f : v, "name", &name)) return 0;
         if (strcmp(choice, "function") == 0 || strcmp(choice, "tool") == 0) choice = "named";
     }
+    t->one_call = !parallel || is_one;
     if (strcmp(choice, "any") == 0) choice = "required";
     if (strcmp(choice, "none") == 0) json_decref(t->tools), t->tools = NULL;
     else if (strcmp(choice, "required") == 0 || strcmp(choice, "named") == 0) {
         json_array_foreach(t->tools, i, v) found |= !name || strcmp(name, tool_name(v)) == 0;
         if (!found || (!name && strcmp(choice, "named") == 0))
             return refuse(t, 400, "tool_choice", "'tool_choice' wants a tool that 'tools' does not have");
-        json_t *schema = call_schema(t->tools, name);
+        json_t *schema = call_schema(t->tools, name, t->one_call);
         t->schema = schema ? json_text(t, schema) : NULL;
         json_decref(schema);
         t->forced_call = 1;
@@ -910,11 +916,10 @@ static int format_chat(task *t) {
 /* What a chat's template gets besides messages and tools. */
 static int read_chat_options(task *t, const json_t *o) {
     const json_t *extra;
-    int parallel = 1, go_on = 0;
+    int go_on = 0;
     if (!get_text(t, o, "reasoning_effort", &t->chat.effort) || !get_object(t, o, "chat_template_kwargs", &extra) ||
-        !get_flag(t, o, "parallel_tool_calls", &parallel) || !get_flag(t, o, "continue_final_message", &go_on))
+        !get_flag(t, o, "continue_final_message", &go_on))
         return 0;
-    t->one_call = !parallel;
     if (extra && !(t->chat.extra = json_text(t, extra))) return 0;
     if (t->chat.effort && strcmp(t->chat.effort, "none") == 0)
         t->chat.effort = NULL, t->chat.thinking = RF_THINKING_OFF;
@@ -1900,19 +1905,23 @@ static int on_token(int32_t token, void *user) {
     return stop;
 }
 
-/* A required call's JSON is complete: give it out as a call. */
-static void give_forced_call(choice *c) {
-    json_t *call = json_loadb(c->content.data ? c->content.data : "", c->content.n, 0, NULL);
-    const json_t *arguments = json_object_get(call, "arguments");
-    const char *name = json_string_value(json_object_get(call, "name"));
-    char *text = arguments ? json_dumps(arguments, JSON_COMPACT) : NULL;
-    c->content.n = 0;
-    if (name && text) {
-        const rf_piece piece = {RF_PIECE_CALL, rf_string_of(text), rf_string_of(name), {0}};
-        on_piece(&piece, c);
+/* The JSON of a required call, or of a list of them, is there: give out the calls that are complete. */
+static void give_forced_calls(choice *c) {
+    const bytes text = c->content;
+    json_error_t at;
+    c->content = (bytes){0};
+    for (size_t i = 0; i < text.n;) {
+        json_t *call = text.data[i] == '{' ? json_loadb(text.data + i, text.n - i, JSON_DISABLE_EOF_CHECK, &at) : NULL;
+        const json_t *arguments = json_object_get(call, "arguments");
+        const char *name = json_string_value(json_object_get(call, "name"));
+        char *json = arguments ? json_dumps(arguments, JSON_COMPACT) : NULL;
+        const rf_piece piece = {RF_PIECE_CALL, rf_string_of(json), rf_string_of(name), {0}};
+        if (name && json && on_piece(&piece, c)) i = text.n;
+        i += call ? (size_t)at.position : text.data[i] == '{' ? text.n : 1; /* else what stands between */
+        free(json);
+        json_decref(call);
     }
-    free(text);
-    json_decref(call);
+    free(text.data);
 }
 
 /* The last of a task: the rest of its output, or its error. */
@@ -1934,7 +1943,7 @@ static void end_choice(choice *c) {
     if (!c->stop_text) detokenize(c, -1, RF_DETOKENIZE_FINISH);
     give(c, c->held.n);
     if (c->answer) rf_answer_finish(c->answer, NULL);
-    if (t->forced_call) give_forced_call(c);
+    if (t->forced_call) give_forced_calls(c);
     if (c->n_calls && strcmp(c->finish, "stop") == 0 && !c->stop_text) c->finish = "tool_calls";
     formats[t->api].end(c);
 }

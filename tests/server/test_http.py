@@ -114,6 +114,13 @@ def test_structure(s):
         r = s.post('/v1/chat/completions', say('Rain?', tools=tools, tool_choice=choice, max_tokens=300, logit_bias=NO_BREAKS))[1]['choices'][0]
         call = (r['message'].get('tool_calls') or [{'function': {'name': '', 'arguments': '{}'}}])[0]['function']
         check(r['finish_reason'] == 'tool_calls' and call['name'] == 'rain' and json.loads(call['arguments'])['city'] in ('Ulm', 'Rome'), 'tool_choice: %s' % r)
+    comma = s.post('/tokenize', {'content': ','})[1]['tokens'][-1] # another call follows where it may, until the tokens end
+    r = s.post('/v1/chat/completions', say('Rain?', tools=tools, tool_choice='required', max_tokens=300, logit_bias=dict(NO_BREAKS, **{str(comma): 90})))[1]['choices'][0]
+    calls = r['message'].get('tool_calls') or []
+    check(len(calls) > 1 and all(json.loads(c['function']['arguments'])['city'] in ('Ulm', 'Rome') for c in calls) and
+          len({c['id'] for c in calls}) == len(calls), 'several required calls: %s' % r)
+    r = s.post('/v1/chat/completions', say('Rain?', tools=tools, tool_choice='required', max_tokens=300, parallel_tool_calls=False, logit_bias=NO_BREAKS))[1]['choices'][0]
+    check(len(r['message']['tool_calls']) == 1, 'one required call: %s' % r)
 
 def test_embeddings(s):
     status, r = s.post('/v1/embeddings', {'input': ['one text', 'another']})
