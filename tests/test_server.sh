@@ -1,7 +1,7 @@
 # test_server.sh BUILD [quick|slow]: the HTTP server. Quick: its HTTP and APIs, many clients, limits, JSON bodies of all kinds, the load
-# program. Slow: the clients `openai` and `@anthropic-ai/sdk` from npm, the page in headless Chromium, 1,000 connections, leaks.
+# program. Slow: the clients `openai` and `@anthropic-ai/sdk` from npm, the page in headless Chromium, 1,000 connections, leaks, data races.
 . tests/rf_test.sh
-slow="case_npm_clients case_page case_proxy case_long case_leaks"
+slow="case_npm_clients case_page case_proxy case_long case_leaks case_races"
 
 model=examples/shakespeare-5m.gguf
 server=$build/rocmforge_server
@@ -144,6 +144,20 @@ case_leaks() {
     start $model --parallel 4 -c 64
     "$dir/load_asan" "$url" 8 10000 0 1 | tee "$dir/leaks.out"
     grep -q '10000 requests, 0 failed' "$dir/leaks.out"
+    kill -TERM $pid
+    wait $pid
+}
+# the server's threads under the thread sanitizer, the library as it is built: its HTTP and APIs, and many clients that come and end
+case_races() {
+    need_server
+    make_parrot
+    cc -g1 -O1 -fsanitize=thread -DROCMFORGE_IMPLEMENTATION_DONE -I. examples/rocmforge_server.c "$build/rocmforge.a" -o "$dir/server_tsan" $libraries
+    cc -O1 -o "$dir/load_tsan" tests/server/load.c -lm -pthread
+    TSAN_OPTIONS=halt_on_error=1 python3 tests/server/test_http.py "$dir/server_tsan" $model "$parrot"
+    server=$dir/server_tsan
+    start $model --parallel 8
+    "$dir/load_tsan" "$url" 16 160 0 6 | tee "$dir/races.out"
+    grep -q '160 requests, 0 failed' "$dir/races.out"
     kill -TERM $pid
     wait $pid
 }
