@@ -808,7 +808,8 @@ typedef struct rf_embed_desc {
 /* Embed texts: evaluate each in a sequence of its own, as many at a time as fit the session, pool its hidden states to
  * one vector, and apply the layers that the file has for that. Or score pairs of texts (RF_POOL_RANK): a reranker's
  * tokens of a query and a document make one text, and its classifier the scores.
- *   out  out  [n_texts, n] float32, the caller's; n is rf_model_info.n_embd_out, or n_scores for RF_POOL_RANK
+ *   out  out  [n_texts, n] float32, the caller's; n is rf_model_info.n_embd_out, or n_scores for RF_POOL_RANK, which
+ *             RF_POOL_DEFAULT is if rf_model_info.pooling says so
  * All sequences are empty afterwards, also on failure, unless the call was refused for its arguments.
  * Returns as rf_session_eval; RF_ERR_ARGUMENT (pooling; a text with more tokens than n_batch, or with RF_POOL_MEAN than
  * n_logits_max, for a model that attends both ways); RF_ERR_UNSUPPORTED (scores of a model without a classifier).

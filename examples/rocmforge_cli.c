@@ -1472,6 +1472,7 @@ static int encode_pair(app *a, rf_string document) {
 /* The vector of a->prompt, or its scores, as a list in JSON. */
 static int print_vector(app *a, uint32_t pooling) {
     int code;
+    if (pooling == RF_POOL_DEFAULT) pooling = a->info.pooling;
     const uint32_t n = pooling == RF_POOL_RANK ? a->info.n_scores : a->info.n_embd_out, len = a->prompt.len;
     const rf_embed_text text = {a->prompt.data, len};
     const rf_embed_desc desc = {.texts = &text, .n_texts = 1, .pooling = pooling,

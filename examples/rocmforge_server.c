@@ -1087,6 +1087,8 @@ static int read_embeddings(task *t, const json_t *o) {
     const int64_t range[2] = {g.info.n_embd_out, g.info.n_embd_out};
     const char *encoding = "float";
     int64_t n = 0;
+    if (g.info.pooling == RF_POOL_RANK)
+        return refuse(t, 400, "model", "the model is a reranker: it makes scores of texts, no embeddings");
     if (!get_text(t, o, "encoding_format", &encoding) || !get_int(t, o, "dimensions", range, &n)) return 0;
     t->base64 = strcmp(encoding, "base64") == 0;
     if (!t->base64 && strcmp(encoding, "float") != 0)

@@ -552,6 +552,11 @@ expect 0 "embed --normalize" embed --gguf $model --prompt "ROMEO: who is there" 
 verdict "embed: length 1" awk -F'[][, ]+' '{ for (i = 2; i < NF; i++) s += $i * $i; exit !(s > 0.9999 && s < 1.0001) }' "$t/out"
 expect 1 "embed --rank" embed --gguf $model --prompt a --rank b && says "embed --rank" "no classifier"
 expect 1 "embed nothing" embed --gguf $model --prompt "" --bos 0
+expect 0 "embed: a reranker's text" embed --gguf tests/family/bert.gguf --prompt "ABC DEF"
+verdict "embed: a reranker has two scores and no vector" [ "$(tr -cd , <"$t/out" | wc -c)" -eq 1 ]
+cp "$t/out" "$t/scores"
+expect 0 "embed --rank" embed --gguf tests/family/bert.gguf --prompt "ABC DEF" --rank ""
+verdict "embed --rank: a pair without a query is a text" cmp "$t/out" "$t/scores"
 
 expect 0 "plan" plan $model
 verdict "plan: matrices" grep -q ' matmul .* blk.5.ffn_down.weight [a-zA-Z0-9_]* \[256,768\]' "$t/out"
