@@ -43,11 +43,11 @@ run-server: $(B)/rocmforge_server    ## serve the model in examples/ at http://1
 SLOW  = tests/test_sanitizers.sh tests/test_hipcc.sh tests/test_isa.sh tests/test_emu.sh tests/test_once_cell.sh
 PARTS = tests/test_readme.sh tests/test_compile.sh tests/test_server.sh
 test: programs    ## run the tests (3 minutes on two cores); a suite whose tool is missing is counted as skipped
-	$(JOBS)sh tests/run.sh $(B) $(if $(HAVE_CXX),$(B)/test_hip@quick $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_group) \
+	$(JOBS)sh tests/run.sh $(B) $(if $(HAVE_CXX),$(B)/test_hip@quick $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_group@quick) \
 	  $(PARTS:=@quick) $(filter-out $(SLOW) $(PARTS),$(SCRIPTS)) $(TESTS)
 
 test-all: programs    ## run the tests that `make test` leaves out (make deps installs their tools)
-	$(JOBS)sh tests/run.sh $(B) $(SLOW) $(if $(HAVE_CXX),$(B)/test_hip@slow $(B)/hip_model) $(PARTS:=@slow)
+	$(JOBS)sh tests/run.sh $(B) $(SLOW) $(if $(HAVE_CXX),$(B)/test_hip@slow $(B)/hip_model $(B)/hip_group@slow) $(PARTS:=@slow)
 
 programs: $(EMULATED) $(EXAMPLES) $(TESTS)    ## build all that the tests run
 

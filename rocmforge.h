@@ -6711,6 +6711,54 @@ static uint32_t rfi_layer_weights(const rf_plan *plan, uint32_t *at, uint32_t *o
 
 /* ---- placement ---- */
 
+#define RFI_MEMBERS 16u /* of a group, each with a place of its own */
+
+static uint32_t rfi_group_size(const rf_device *d); /* 1, or the members of a group */
+/* The members' parts of a budget, as the memory is that is free now; one that is no GPU beside GPUs has no limit. */
+static void rfi_group_split(const rf_device *d, uint64_t bytes, uint64_t *part);
+
+/* What weights take of each place, a device or the members of a group. */
+typedef struct rfi_room {
+    uint32_t n;
+    uint64_t limit[RFI_MEMBERS], used[RFI_MEMBERS];
+} rfi_room;
+
+/* bytes of the weight's places */
+static void rfi_room_take(rfi_room *room, uint32_t place, uint64_t bytes) {
+    for (uint32_t i = 0; i < room->n; i++)
+        if (room->n == 1 || place >> i & 1) room->used[i] += bytes;
+}
+
+/* Bytes that are left in the fullest of these places. */
+static uint64_t rfi_room_left(const rfi_room *room, uint32_t place) {
+    uint64_t left = UINT64_MAX;
+    for (uint32_t i = 0; i < room->n; i++)
+        if (room->n == 1 || place >> i & 1)
+            left = rfi_min_u64(left, room->limit[i] > room->used[i] ? room->limit[i] - room->used[i] : 0);
+    return left;
+}
+
+static int rfi_room_holds(const rfi_room *room) {
+    int holds = 1;
+    for (uint32_t i = 0; i < room->n; i++) holds &= room->used[i] <= room->limit[i];
+    return holds;
+}
+
+/* Without those of a group that have no limit. */
+static uint64_t rfi_room_used(const rfi_room *room) {
+    uint64_t used = 0;
+    for (uint32_t i = 0; i < room->n; i++) used += room->n > 1 && room->limit[i] == UINT64_MAX ? 0 : room->used[i];
+    return used;
+}
+
+/* With the weights that are not streamed; experts: those of experts count, too. */
+static void rfi_room_fill(const rfi_store *s, const rfi_placement *p, int experts, rfi_room *room) {
+    for (uint32_t i = 0; i < room->n; i++) room->used[i] = s->memory.scratch.size_bytes;
+    for (uint32_t i = 0; i < s->plan.n_weights; i++)
+        if (experts || !s->stored[i].expert_layer)
+            rfi_room_take(room, s->stored[i].place, p->n_kept[i] * s->stored[i].bytes);
+}
+
 static rf_result rfi_placement_create(const rfi_store *s, rfi_placement *p, rf_error *err) {
     const rf_allocator *alloc = rfi_gguf_allocator(s->g);
     const uint64_t n_uses = rfi_plan_weight_uses(&s->plan);
@@ -6752,67 +6800,74 @@ static int rfi_placement_keeps(const rfi_store *s, uint32_t weight, int keep) {
     return keep && (s->stored[weight].wide || w->layer == plan->ops[plan->n_ops - 1].layer);
 }
 
-/* All weights but experts are resident, and what they leave of the limit is frames. 0: too few for a layer. */
-static int rfi_placement_caches(const rfi_store *s, uint64_t limit, rfi_placement *p) {
+/* All weights but experts are resident, and what they leave is frames. 0: too few for a layer. */
+static int rfi_placement_caches(const rfi_store *s, rfi_room *room, rfi_placement *p) {
     const rfi_cache *c = &s->cache;
-    const uint64_t others = s->device_bytes_needed - c->expert_bytes;
-    if (c->n_layers == 0 || others > limit) return 0;
-    uint64_t bytes = limit - others, n;
+    rfi_room_fill(s, p, 0, room);
+    if (c->n_layers == 0 || !rfi_room_holds(room)) return 0;
+    uint64_t bytes = rfi_room_left(room, UINT32_MAX), n;
     if (s->desc.expert_cache_bytes) bytes = rfi_min_u64(bytes, s->desc.expert_cache_bytes);
     n = rfi_min_u64(bytes / c->frame_bytes, c->n_experts);
     if (n < c->n_frames_min) return 0;
     p->n_frames = (uint32_t)n;
-    p->resident_bytes = others + n * c->frame_bytes;
+    p->resident_bytes = rfi_room_used(room) + room->n * n * c->frame_bytes;
     return 1;
 }
 
 /* Choose what is streamed within `limit` bytes. Dense models read every weight for every token, so which ones are
  * resident does not matter for the bytes that are streamed; a prefix of the plan lets a token begin while the ring
  * fills. What the ring takes is streamed in addition, so that it is no larger than it must be. */
-static rf_result rfi_placement_streams(const rfi_store *s, uint64_t limit, rfi_placement *p, rf_error *err) {
+static rf_result rfi_placement_streams(const rfi_store *s, uint64_t limit, rfi_room *room, rfi_placement *p,
+                                       rf_error *err) {
     const rf_plan *plan = &s->plan;
     uint64_t min = 0, ahead = 0;
     for (int keep = s->desc.stream_policy == RF_STREAM_PREFIX ? 2 : 0; keep >= 0; keep--) {
-        p->resident_bytes = s->memory.scratch.size_bytes;
-        for (uint32_t i = 0; i < plan->n_weights; i++) {
+        for (uint32_t i = 0; i < plan->n_weights; i++)
             p->n_kept[i] = rfi_placement_keeps(s, i, keep) ? rf_plan_weight_matrices(&plan->weights[i]) : 0;
-            p->resident_bytes += p->n_kept[i] * s->stored[i].bytes;
-        }
+        rfi_room_fill(s, p, 1, room);
         min = rfi_stream_min_bytes(s, p, &ahead);
-        if (min <= limit && p->resident_bytes <= limit - min) break;
+        if (rfi_room_holds(room) && min <= rfi_room_left(room, UINT32_MAX)) break;
     }
-    if (min > limit || p->resident_bytes > limit - min)
+    if (!rfi_room_holds(room) || min > rfi_room_left(room, UINT32_MAX))
         return rfi_fail(err, RF_ERR_MEMORY, limit,
                         "%s: %llu bytes for weights are too few: at least %llu are needed to stream it",
-                        rfi_gguf_path(s->g), RFI_LLU(limit), RFI_LLU(p->resident_bytes + min));
-    uint64_t ring = rfi_min_u64(min + ahead, limit - p->resident_bytes);
-    if (s->desc.stream_policy == RF_STREAM_LRU) ring = limit - p->resident_bytes;
+                        rfi_gguf_path(s->g), RFI_LLU(limit), RFI_LLU(rfi_room_used(room) + room->n * min));
+    const uint64_t left = rfi_room_left(room, UINT32_MAX),
+                   ring = s->desc.stream_policy == RF_STREAM_LRU ? left : rfi_min_u64(min + ahead, left);
     for (uint32_t i = 0; i < plan->n_weights; i++) {
-        const uint64_t room = limit - p->resident_bytes - ring, bytes = s->stored[i].bytes;
+        const uint64_t rest = rfi_room_left(room, s->stored[i].place), bytes = s->stored[i].bytes;
         const uint32_t more = rf_plan_weight_matrices(&plan->weights[i]) - p->n_kept[i],
-                       fit = (uint32_t)rfi_min_u64(more, room / bytes);
+                       fit = (uint32_t)rfi_min_u64(more, rest > ring ? (rest - ring) / bytes : 0);
         p->n_kept[i] += fit;
-        p->resident_bytes += fit * bytes;
+        rfi_room_take(room, s->stored[i].place, fit * bytes);
     }
-    p->ring_bytes = limit - p->resident_bytes;
+    p->resident_bytes = rfi_room_used(room);
+    p->ring_bytes = rfi_room_left(room, UINT32_MAX);
     return RF_OK;
 }
 
 static rf_result rfi_placement_choose(const rfi_store *s, uint64_t limit, rfi_placement *p, rf_error *err) {
+    rfi_room room = {.n = rfi_group_size(s->device)};
+    rfi_group_split(s->device, limit, room.limit);
     for (uint32_t i = 0; i < s->plan.n_weights; i++) p->n_kept[i] = rf_plan_weight_matrices(&s->plan.weights[i]);
-    p->resident_bytes = s->device_bytes_needed;
+    rfi_room_fill(s, p, 1, &room);
+    p->resident_bytes = rfi_room_used(&room);
     p->ring_bytes = 0;
     p->n_frames = 0;
     const uint64_t max = s->desc.expert_cache_bytes, layer = s->cache.n_frames_min * s->cache.frame_bytes;
     const uint64_t others = s->device_bytes_needed - s->cache.expert_bytes;
-    const int capped = max && s->cache.n_layers && s->cache.expert_bytes > max, all = p->resident_bytes <= limit;
+    const int capped = max && s->cache.n_layers && s->cache.expert_bytes > max, all = rfi_room_holds(&room);
     if (all && !capped) return RF_OK;
-    if (rfi_placement_caches(s, limit, p)) return RF_OK;
+    if (rfi_placement_caches(s, &room, p)) return RF_OK;
     if (capped && max < layer && (all || (others <= limit && limit - others >= layer))) /* else the limit is why */
         return rfi_fail(err, RF_ERR_MEMORY, limit,
                         "%s: expert_cache_bytes %llu are too few: at least %llu hold the experts of a layer",
                         rfi_gguf_path(s->g), RFI_LLU(max), RFI_LLU(layer));
-    return rfi_placement_streams(s, limit, p, err);
+    return rfi_placement_streams(s, limit, &room, p, err);
+}
+
+static uint64_t rfi_placement_bytes(const rfi_store *s, const rfi_placement *p) {
+    return p->resident_bytes + rfi_group_size(s->device) * p->ring_bytes;
 }
 
 /* Put the store's placement into effect; nothing is loaded. */
@@ -6844,7 +6899,7 @@ static void rfi_placement_apply(rfi_store *s) { /* device.monitor held, no call 
     uint32_t slabs = p->ring_bytes ? RFI_SLABS - 1 : RFI_SLABS;
     rfi_memory_place(s, RF_NONE, rfi_max_u64(RFI_SLAB_BYTES, (p->resident_bytes - cache_bytes + slabs - 1) / slabs));
     rfi_monitor_unlock(&s->monitor);
-    s->share.size_bytes = p->resident_bytes + p->ring_bytes;
+    s->share.size_bytes = rfi_placement_bytes(s, p);
     s->share.placed = 1;
 }
 
@@ -6912,7 +6967,7 @@ static rf_result rfi_budget_acquire(rfi_store *s, uint64_t cancels, rf_error *er
         uint64_t others, limit = rfi_budget_limit(s, &others);
         rf_result r = rfi_placement_choose(s, rfi_min_u64(own, limit), p, err);
         if (r != RF_OK) return r; /* even alone: clearing others or waiting would not help */
-        const uint64_t want = p->resident_bytes + p->ring_bytes;
+        const uint64_t want = rfi_placement_bytes(s, p);
         rfi_store *lru = others && (others > limit || limit - others < want) ? rfi_budget_lru(s) : NULL;
         if (lru) {
             rfi_store_clear(lru, 1);
@@ -6946,7 +7001,7 @@ static rf_result rfi_store_forecast(const rfi_store *s, rf_forecast *out, rf_err
     }
     for (uint32_t i = 0; r == RF_OK && i < s->plan.n_weights; i++)
         out->streamed_bytes += (rf_plan_weight_matrices(&s->plan.weights[i]) - p.n_kept[i]) * s->stored[i].bytes;
-    out->weight_bytes = p.resident_bytes + p.ring_bytes;
+    out->weight_bytes = rfi_placement_bytes(s, &p);
     out->expert_cache_bytes = p.n_frames * s->cache.frame_bytes;
     rfi_free(alloc, p.n_kept);
     rfi_free(alloc, p.weights);
@@ -6968,15 +7023,41 @@ static void rfi_store_unprepare(rfi_store *s) {
     c->score = NULL;
 }
 
-/* Slots in the order of the load policy. RF_LOAD_CRITICAL_FIRST: those of embedding and output, then the layers'. */
+/* The place that a slot's weight is loaded to first: a member of a group, else 0. */
+static uint32_t rfi_slot_place(const rfi_store *s, uint32_t slot) {
+    const uint32_t places = rfi_tensor_stored(s, &s->tensors[slot])->place;
+    uint32_t m = 0;
+    while (places && !(places >> m & 1)) m++;
+    return m;
+}
+
+/* Slots in the order of the load policy. RF_LOAD_CRITICAL_FIRST: those of embedding and output, then the layers'. The
+ * members of a group take turns by bytes, so that all of them are loaded at once, each over its own link. */
 static void rfi_store_order(rfi_store *s) {
-    uint32_t n = 0;
-    for (int pass = 0; pass < 2; pass++)
-        for (uint32_t slot = 0; slot < s->plan.n_slots; slot++) {
+    const uint32_t n_slots = s->plan.n_slots;
+    double all[RFI_MEMBERS] = {0}, ordered[RFI_MEMBERS] = {0}; /* bytes */
+    uint64_t at[RFI_MEMBERS] = {0};                            /* pass * n_slots + slot */
+    uint32_t left[RFI_MEMBERS] = {0};                          /* slots */
+    for (uint32_t slot = 0; slot < n_slots; slot++) {
+        const uint32_t m = rfi_slot_place(s, slot);
+        all[m] += (double)rfi_tensor_stored(s, &s->tensors[slot])->bytes;
+        left[m]++;
+    }
+    for (uint32_t n = 0; n < n_slots; n++) {
+        uint32_t m = RF_NONE;
+        for (uint32_t i = 0; i < RFI_MEMBERS; i++)
+            if (left[i] && (m == RF_NONE || ordered[i] * all[m] < ordered[m] * all[i])) m = i;
+        for (int found = 0; !found; at[m]++) {
+            const uint32_t slot = (uint32_t)(at[m] % n_slots);
             const int32_t layer = rfi_tensor_weight(s, &s->tensors[slot])->layer;
             const int in_layer = layer >= 0 && layer < (int32_t)s->plan.n_layers;
-            if ((in_layer || s->desc.load_policy != RF_LOAD_CRITICAL_FIRST) == pass) s->order[n++] = slot;
+            const int later = in_layer || s->desc.load_policy != RF_LOAD_CRITICAL_FIRST;
+            found = rfi_slot_place(s, slot) == m && later == (int)(at[m] / n_slots);
+            if (found) s->order[n] = slot;
         }
+        ordered[m] += (double)rfi_tensor_stored(s, &s->tensors[s->order[n]])->bytes;
+        left[m]--;
+    }
 }
 
 /* Before anything is loaded: what a store needs for each matrix, each expert's included. */
@@ -7083,7 +7164,8 @@ static void rfi_store_describe(rfi_store *s) {
         for (uint32_t k = 0; op->kind == RF_OP_ROPE && k < 2; k++)
             if (factors[k] != RF_NONE) s->stored[factors[k]].divides_angles = 1;
     }
-    uint64_t readers = rfi_min_u64(rfi_min_u64(8, rfi_cpu_count()), s->total_bytes / (4 * RFI_STAGING_BYTES));
+    const uint64_t threads = rfi_min_u64(8 * rfi_group_size(s->device), rfi_cpu_count()),
+                   readers = rfi_min_u64(threads, s->total_bytes / (4 * RFI_STAGING_BYTES));
     l->n_readers_max = (uint32_t)rfi_min_u64(s->desc.n_readers ? s->desc.n_readers : readers, RFI_MAX_READERS);
     l->n_staging_max = 2 * (uint32_t)rfi_max_u64(l->n_readers_max, 1);
 }
@@ -16258,7 +16340,6 @@ static const rf_device_api rfi_null_api = {
  * later one reads: from their memory, or where it cannot (rfi_group_probe) through pinned host memory. On GPUs the host
  * waits for none of this, so that a member may begin the next micro-batch while the one behind it is at work. */
 
-#define RFI_MEMBERS 16u
 #define RFI_GROUP_TICKETS 64u /* of a queue, that are remembered */
 #define RFI_PROBE_BYTES 65536u
 #define RFI_PROBE_MS 1000u    /* a copy between GPUs that takes longer hangs */
@@ -16489,8 +16570,8 @@ static rf_result rfi_probe_copy(rfi_probe *p, uint8_t *bytes, int *hangs, rf_err
     return r;
 }
 
-/* Can member m copy from member o? If not the note says why: peer-to-peer copies that hang or give wrong bytes are known
- * of some hosts. After one that hangs none is tried any more. */
+/* Can member m copy from member o? If not the note says why: peer-to-peer copies hang or are wrong on some hosts.
+ * After one that hangs none is tried any more. */
 static rf_result rfi_group_probe(rfi_group *g, uint32_t m, uint32_t o, uint8_t *bytes, rf_error *err) {
     rfi_member *to = &g->members[m], *from = &g->members[o];
     rfi_probe *p = NULL;
@@ -16538,7 +16619,7 @@ static void rfi_group_close(rf_dev *d) {
     rfi_free(&alloc, g);
 }
 
-/* What all members have together; the rest is the first one's. */
+/* What all members have together, memory of GPUs alone if there are some; the rest is the first one's. */
 static rf_result rfi_group_info(rf_dev *d, rf_device_info *out, rf_error *err) {
     rfi_group *g = rfi_group_of(d);
     rf_device_info one;
@@ -16549,10 +16630,13 @@ static rf_result rfi_group_info(rf_dev *d, rf_device_info *out, rf_error *err) {
         RFI_MEMBER(r, &g->members[m], device_info(g->members[m].dev, &one, &why), err);
         if (m == 0) *out = one;
         else {
+            if (one.is_gpu && !out->is_gpu) out->total_bytes = out->free_bytes = 0;
             out->is_gpu |= one.is_gpu;
             out->compute_units += one.compute_units;
-            out->total_bytes += one.total_bytes;
-            out->free_bytes += one.free_bytes;
+            if (one.is_gpu == out->is_gpu) {
+                out->total_bytes += one.total_bytes;
+                out->free_bytes += one.free_bytes;
+            }
             out->lost |= one.lost;
         }
         if (one.lost) snprintf(out->note, sizeof out->note, "%s is lost", g->members[m].name);
@@ -17212,8 +17296,26 @@ static const rf_device_api rfi_group_api = {
     .times = rfi_group_times,
 };
 
-/* Members of a group, 1 of another device. */
 static uint32_t rfi_group_size(const rf_device *d) { return d->api == &rfi_group_api ? rfi_group_of(d->dev)->n : 1; }
+
+static void rfi_group_split(const rf_device *d, uint64_t bytes, uint64_t *part) {
+    part[0] = bytes;
+    if (d->api != &rfi_group_api) return;
+    const rfi_group *g = rfi_group_of(d->dev);
+    uint64_t now[RFI_MEMBERS];
+    double gpus = 0;
+    for (uint32_t m = 0; m < g->n; m++) {
+        const rfi_member *member = &g->members[m];
+        rf_device_info info = {0};
+        const rf_result r = member->api->device_info(member->dev, &info, NULL);
+        now[m] = r == RF_OK ? info.free_bytes : member->free_bytes;
+        gpus += member->is_gpu ? (double)now[m] : 0;
+    }
+    bytes = rfi_min_u64(bytes, (uint64_t)1 << 62);
+    for (uint32_t m = 0; m < g->n; m++)
+        if (gpus <= 0) part[m] = bytes / g->n;
+        else part[m] = g->members[m].is_gpu ? (uint64_t)((double)bytes * ((double)now[m] / gpus)) : UINT64_MAX;
+}
 
 /* ==== 12 Model and session ============================================================================ >>session
  * A model is a file, its plan and its weights on one device. A session is the memory in which the plan runs: KV cache
