@@ -28854,7 +28854,7 @@ ROCMFORGE_API rf_result rf_drafter_open(rf_model *m, const rf_drafter_desc *desc
     if (r != RF_OK) return r;
     rf_drafter *o = (rf_drafter *)rfi_alloc(&d.allocator, 1, sizeof *o, "a drafter", err);
     if (!o) return RF_ERR_MEMORY;
-    *o = (rf_drafter){.desc = d, .share = 0.5};
+    *o = (rf_drafter){.desc = d, .share = 0.6};
     *out = o;
     return RF_OK;
 }
@@ -28959,7 +28959,8 @@ static double rfi_draft_cost(const rfi_draft_costs *c, uint32_t k) {
 
 /* How many drafts pay beside n_others rows: with share a accepted, k drafts give 1 + a + ... + a^k tokens for the time
  * of a step. They must gain 3 %, as times are noisy. A step now and then measures what there is without drafts. Where
- * none pays as many as would likely be right are tried, ever more seldom: more rows may hardly cost more than one. */
+ * none pays some are tried now and then, ever more seldom: as many as one and a half steps more may buy, for many rows
+ * may cost hardly more than two. */
 static uint32_t rfi_drafter_count(const rf_drafter *d, rfi_draft_costs *c, uint32_t n_others, uint32_t max) {
     uint32_t best = 0;
     double rate = 0, tokens = n_others, share = 1;
@@ -28973,7 +28974,7 @@ static uint32_t rfi_drafter_count(const rf_drafter *d, rfi_draft_costs *c, uint3
     if (best) c->n_probes = 0;
     if (best || max == 0 || c->n_plain < 32u << rfi_min_u64(c->n_probes, 5)) return best;
     c->n_probes++;
-    for (best = 1, share = d->share * d->share; best < max && share >= 0.25; best++) share *= d->share;
+    for (best = 1; best < max && rfi_draft_cost(c, best + 1) <= 2.5 * c->seconds[0];) best++;
     return best;
 }
 
