@@ -26290,7 +26290,8 @@ static uint32_t rfi_gr_set(rf_grammar *g) {
     }
     rfi_gr_order(g, key + 1, g->key.n / 2);
     for (uint32_t i = 1; i < g->key.n; i += 2) /* once each */
-        if (i == 1 || key[i] != key[n - 2] || key[i + 1] != key[n - 1]) key[n] = key[i], key[n + 1] = key[i + 1], n += 2;
+        if (i == 1 || memcmp(key + i, key + n - 2, 2 * sizeof *key) != 0)
+            key[n] = key[i], key[n + 1] = key[i + 1], n += 2;
     const uint32_t set = rfi_gr_intern(g, &g->sets, key, n);
     if (set < n_sets || rfi_gr_failed(g)) return set < n_sets ? set : 0;
     memset(rfi_gr_next(g, set), 0xff, g->n_classes * sizeof(uint32_t));

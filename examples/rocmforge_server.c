@@ -726,8 +726,8 @@ static const char *tool_name(const json_t *tool) {
     return json_string_value(json_object_get(json_object_get(tool, "function"), "name"));
 }
 
-/* A call must come: the schema of its JSON {"name", "arguments"}, of one tool; or, of all, that of a list of calls, unless
- * there must be one. A new reference. */
+/* A call must come: the schema of its JSON {"name", "arguments"}, for one tool; for all of them that of a list of
+ * calls, unless there must be just one. A new reference. */
 static json_t *call_schema(const json_t *tools, const char *only, int one_call) {
     json_t *any = json_array();
     const json_t *tool;
