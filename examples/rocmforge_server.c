@@ -206,6 +206,8 @@ typedef struct choice {
     uint32_t index;
     const int32_t *prompt;        /* [n_prompt]                                         */
     uint32_t n_prompt, n_reused, n_generated;
+    uint32_t n_thought;           /* of those: what was said with them was a thought    */
+    int in_thought;               /* the last piece was one                             */
     rf_sampler sampler;
     rf_answer *answer;            /* splits the text of a chat; else NULL               */
     rf_detokenizer detokenizer;
@@ -1315,20 +1317,21 @@ static void put_logprobs(bytes *b, choice *c) {
 
 /* ---- OpenAI: chat and text completions ---- */
 
-static void count_tokens(const task *t, uint64_t sums[3]) {
-    memset(sums, 0, 3 * sizeof *sums);
+static void count_tokens(const task *t, uint64_t sums[4]) {
+    memset(sums, 0, 4 * sizeof *sums);
     for (uint32_t i = 0; i < t->n_choices; i++) {
         const choice *c = &t->choices[i];
         if (i % t->n == 0) sums[0] += c->n_prompt, sums[1] += c->n_reused;
-        sums[2] += c->n_generated;
+        sums[2] += c->n_generated, sums[3] += c->n_thought;
     }
 }
 
 static void put_usage(bytes *b, const task *t) {
-    uint64_t n[3];
+    uint64_t n[4];
     count_tokens(t, n);
     put_format(b, "\"usage\":{\"prompt_tokens\":%" PRIu64 ",\"completion_tokens\":%" PRIu64 ",\"total_tokens\":%" PRIu64
-               ",\"prompt_tokens_details\":{\"cached_tokens\":%" PRIu64 "}}", n[0], n[2], n[0] + n[2], n[1]);
+               ",\"prompt_tokens_details\":{\"cached_tokens\":%" PRIu64 "},\"completion_tokens_details\":"
+               "{\"reasoning_tokens\":%" PRIu64 "}}", n[0], n[2], n[0] + n[2], n[1], n[3]);
     const double now = seconds(), prompt = t->first - t->begin, rest = now - t->first;
     const double rate = n[2] > 1 && rest > 0 ? (double)(n[2] - 1) / rest : 0;
     put_format(b, ",\"timings\":{\"prompt_n\":%" PRIu64 ",\"prompt_ms\":%.3f,\"cache_n\":%" PRIu64, n[0] - n[1],
@@ -1605,21 +1608,30 @@ static void responses_call(choice *c, const rf_piece *p) {
 
 /* The response object; c NULL: before its first token. */
 static void put_response(bytes *b, const task *t, const choice *c) {
-    uint64_t n[3];
+    static const char *const fields[][2] = {{"instructions", "null"}, {"parallel_tool_calls", "true"}, {"tools", "[]"},
+                                            {"tool_choice", "\"auto\""}, {"metadata", "{}"}};
+    uint64_t n[4];
     const int cut = c && strcmp(c->finish, "length") == 0;
     put_head(b, t, "response");
-    put_format(b, ",\"created_at\":%lld,\"status\":\"%s\",\"error\":null,\"incomplete_details\":%s,"
-               "\"instructions\":null", (long long)t->created, !c ? "in_progress" : cut ? "incomplete" : "completed",
+    put_format(b, ",\"created_at\":%lld,\"status\":\"%s\",\"error\":null,\"incomplete_details\":%s",
+               (long long)t->created, !c ? "in_progress" : cut ? "incomplete" : "completed",
                cut ? "{\"reason\":\"max_output_tokens\"}" : "null");
-    put_text(b, ",\"parallel_tool_calls\":true,\"tool_choice\":\"auto\",\"tools\":[],\"metadata\":{},\"output\":[");
+    for (size_t i = 0; i < sizeof fields / sizeof fields[0]; i++) { /* as the request has them */
+        const json_t *v = get(t->root, fields[i][0]);
+        char *json = v ? json_dumps(v, JSON_COMPACT | JSON_ENCODE_ANY) : NULL;
+        put_format(b, ",\"%s\":", fields[i][0]);
+        put_text(b, json ? json : fields[i][1]);
+        free(json);
+    }
+    put_text(b, ",\"output\":[");
     if (c) put(b, c->items.data, c->items.n);
     put_text(b, "],\"usage\":");
     count_tokens(t, n);
     if (!c) put_text(b, "null");
     else
         put_format(b, "{\"input_tokens\":%" PRIu64 ",\"input_tokens_details\":{\"cached_tokens\":%" PRIu64
-                   "},\"output_tokens\":%" PRIu64 ",\"output_tokens_details\":{\"reasoning_tokens\":0},"
-                   "\"total_tokens\":%" PRIu64 "}", n[0], n[1], n[2], n[0] + n[2]);
+                   "},\"output_tokens\":%" PRIu64 ",\"output_tokens_details\":{\"reasoning_tokens\":%" PRIu64
+                   "},\"total_tokens\":%" PRIu64 "}", n[0], n[1], n[2], n[3], n[0] + n[2]);
 }
 
 static void send_response(task *t, const char *event, const choice *c) {
@@ -1814,6 +1826,7 @@ static const struct format {
 static int on_piece(const rf_piece *piece, void *user) {
     choice *c = user;
     if (c->muted) return 0;
+    c->in_thought = piece->kind == RF_PIECE_THOUGHT;
     if (c->task->forced_call && piece->kind == RF_PIECE_ANSWER) { /* a call's JSON: it is given out at the end */
         put(&c->content, piece->text.data, piece->text.len);
         return 0;
@@ -1903,6 +1916,7 @@ static int on_token(int32_t token, void *user) {
                              ? RF_DETOKENIZE_SPECIAL : 0);
     const int stop = look_for_stops(c);
     if (stop) c->finish = "stop";
+    c->n_thought += (uint32_t)c->in_thought;
     if (c->matcher) rf_answer_guide(c->answer, c->matcher, &c->sampler);
     return stop;
 }

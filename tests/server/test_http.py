@@ -80,6 +80,11 @@ def test_chat(s):
     banned = s.post('/v1/chat/completions', say('Where?', max_tokens=1, logprobs=True, logit_bias={str(first): -100}))[1]
     check(banned['choices'][0]['logprobs']['content'][0]['token'] == lp[1 - 1]['top_logprobs'][1]['token'], 'logit_bias: %s' % banned)
 
+def test_penalties(s):
+    texts = [s.post('/v1/completions', {'prompt': 'the king, the king, the king, the', 'max_tokens': 24, 'temperature': 0, **more})[1]['choices'][0]['text']
+             for more in ({}, {'frequency_penalty': 2}, {'presence_penalty': 2}, {'repeat_penalty': 1.5}, {'repeat_penalty': 1})]
+    check(len(set(texts[:4])) >= 3 and texts[4] == texts[0], 'penalties: %s' % texts)
+
 def test_completions(s):
     status, r = s.post('/v1/completions', {'prompt': ['ROMEO:', 'JULIET:'], 'max_tokens': 8, 'temperature': 0, 'logprobs': 2})
     check(status == 200 and len(r['choices']) == 2 and len(r['choices'][1]['logprobs']['tokens']) == 8, 'completions: %s' % r)
@@ -194,6 +199,7 @@ def test_parrot():
         check(r['content'] == [{'type': 'text', 'text': 'It rains.'}] and r['stop_reason'] == 'end_turn', 'messages, the result: %s' % r)
         r = s.post('/v1/responses', {'input': 'x', 'tools': [{'type': 'function', **f}]})[1]
         check([o['type'] for o in r['output']] == ['reasoning', 'message', 'function_call'] and r['status'] == 'completed', 'responses: %s' % r)
+        check(r['tools'][0]['name'] == 'rain' and 0 < r['usage']['output_tokens_details']['reasoning_tokens'] < r['usage']['output_tokens'], 'responses: %s' % r)
         call = r['output'][2]
         r = s.post('/v1/responses', {'input': [{'role': 'user', 'content': 'x'}, call, {'type': 'function_call_output', 'call_id': call['call_id'], 'output': 'yes'}]})[1]
         check(r['output'][0]['content'][0]['text'] == 'It rains.', 'responses, the result: %s' % r)
@@ -225,11 +231,13 @@ def request_bytes(body, path='/v1/chat/completions'):
 
 def test_limits():
     long = say('Speak', max_tokens=400, ignore_eos=True)
-    with Server(MODEL, '--parallel', '1', '--queue', '1', '--api-key', 'secret', '--drain', '0') as s:
+    with Server(MODEL, '--parallel', '1', '--queue', '1', '--api-key', 'secret', '--drain', '0', '--cors', 'https://a.example') as s:
         key = {'Authorization': 'Bearer secret'}
         check(s.post('/v1/chat/completions', say('x'))[0] == 401 and s.post('/v1/chat/completions', say('x'), Authorization='Bearer secreT')[0] == 401 and
               s.post('/v1/chat/completions', say('x', max_tokens=1), **key)[0] == 200 and s.raw('GET', '/v1/models', None, {'x-api-key': 'secret'})[0].status == 200 and
               s.get('/metrics')[0] == 401 and s.get('/health')[0] == 200, 'API keys')
+        r = s.raw('OPTIONS', '/v1/chat/completions', None, {'Origin': 'https://a.example', 'Access-Control-Request-Method': 'POST'})[0]
+        check(r.status in (200, 204) and r.getheader('Access-Control-Allow-Origin') == 'https://a.example', 'CORS: %s' % r.status)
     with Server(MODEL, '--parallel', '1', '--queue', '1') as s:
         # clients that go away: one that runs, one that waits
         streams = []
@@ -273,7 +281,7 @@ def test_drain():
     check(b'[DONE]' in text and s.process.wait(60) == 0, 'SIGTERM lets an answer end: %r' % text[-100:])
 
 with Server(MODEL) as s:
-    for test in (test_chat, test_completions, test_structure, test_embeddings, test_errors, test_others, test_responses):
+    for test in (test_chat, test_completions, test_penalties, test_structure, test_embeddings, test_errors, test_others, test_responses):
         try: test(s)
         except Exception as e: check(False, '%s: %r' % (test.__name__, e))
 for test in (test_parrot, lambda: test_many(64 if LONG else 24), test_limits, test_drain):
