@@ -451,8 +451,11 @@ ROCMFORGE_API rf_result rf_device_list(rf_device_info *out, uint32_t capacity, u
  *   name  in   "auto" or NULL (the first usable GPU, else the CPU; rf_device_get_info says which and, in note, why
  *              not a GPU), "cpu", "null", "hip:N" (also NVIDIA); or several as one: "hip:0,1", "hip:all" (all usable
  *              GPUs), "hip:0,cpu". Each has consecutive layers: GPUs in proportion to their free memory, the CPU
- *              what does not fit on them. The bits are those of one device where all are alike. At most 16; the name
- *              has at most 63 bytes. A failure names the member
+ *              what does not fit on them. A budget is shared likewise, and a GPU streams what exceeds its part.
+ *              Activations go from GPU to GPU by peer access if a copy of 64 KiB passes a test within a second, else
+ *              through pinned host memory: then rf_device_info.note says why. A call with rows for several
+ *              micro-batches keeps all GPUs at work. The bits are those of one device where all are alike. At most
+ *              16; the name has at most 63 bytes. A failure names the member
  *   desc  in   NULL = defaults;   out  receives the object, NULL on failure
  * Returns RF_OK; RF_ERR_NOT_FOUND (no such device: the text lists what there is); RF_ERR_DEVICE; RF_ERR_MEMORY.
  * Memory: the CPU device keeps n_threads - 1 sleeping threads.   Threads any; the object may be shared. */
@@ -31201,7 +31204,8 @@ ROCMFORGE_API rf_result rf_model_get_chat_template(rf_model *m, const rf_chat_te
 RFI_ONCE_CODE_END
 
 /* Changes
- *   0.3.0  Several devices as one, by layers: rf_device_open("hip:0,1"). Section 2: weight_layout takes the plan.
+ *   0.3.0  Several devices as one, by layers: rf_device_open("hip:0,1"). Section 2: weight_layout takes the plan;
+ *            host_share, peer_open.
  *          Encoders, rerankers: rf_session_embed(s, tokens, n, pooling, out) -> (s, &rf_embed_desc, out), many texts;
  *            RF_POOL_DEFAULT, RF_POOL_RANK; the numbers of rf_pooling are those of GGUF. rf_model_info.is_encoder, ...
  *          Samplers: rf_sampler_desc.logits_fn and logprobs; XTC, DRY (rf_dry_breakers_find), mirostat; histories.
