@@ -52,17 +52,6 @@ static int run(const char *data, size_t n) {
     return accepted;
 }
 
-#ifdef RF_LIBFUZZER
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
-    static int opened;
-    if (!opened && !(opened = open_all())) return 0;
-    char *copy = malloc(n + 1);
-    memcpy(copy, data, n);
-    run(copy, n);
-    free(copy);
-    return 0;
-}
-#else
 static uint64_t state = 1;
 static uint32_t random_below(uint32_t n) {
     state = state * 6364136223846793005u + 1442695040888963407u;
@@ -87,6 +76,30 @@ static size_t mutate(char *text, size_t n, size_t capacity) {
     return n;
 }
 
+#ifdef RF_LIBFUZZER
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
+    static int opened;
+    if (!opened && !(opened = open_all())) return 0;
+    char *copy = malloc(n + 1);
+    memcpy(copy, data, n);
+    run(copy, n);
+    free(copy);
+    return 0;
+}
+
+/* libFuzzer's own mutations seldom leave JSON whole: half of them are ours, and some inputs begin anew with a body. */
+size_t LLVMFuzzerMutate(uint8_t *data, size_t n, size_t capacity);
+size_t LLVMFuzzerCustomMutator(uint8_t *data, size_t n, size_t capacity, unsigned seed) {
+    char text[4096];
+    state = seed;
+    if (n < 3 || random_below(16) == 0) {
+        const uint32_t which = random_below(N_BODIES);
+        const size_t length = (size_t)snprintf(text, sizeof text, "%c%s", (char)apis[which], bodies[which]);
+        if (length <= capacity) memcpy(data, text, length), n = length;
+    }
+    return random_below(2) ? LLVMFuzzerMutate(data, n, capacity) : mutate((char *)data, n, capacity);
+}
+#else
 int main(int argc, char **argv) {
     const int n_runs = argc > 1 ? atoi(argv[1]) : 1000;
     int n_accepted = 0, failed = !open_all();
