@@ -5046,7 +5046,7 @@ struct rfk_wgmma_columns {
     uint32_t x[RFK_WGMMA_COLS]; /* rfk_wgmma_tile.x_row */
 };
 struct rfk_mbarriers {
-    rfk_mbarrier full[RFK_WGMMA_STAGES];  /* W and x of a stage are there: its producer's waves and a bulk copy arrive */
+    rfk_mbarrier full[RFK_WGMMA_STAGES];  /* W and x of a stage are there: a producer's waves and a bulk copy arrive */
     rfk_mbarrier empty[RFK_WGMMA_STAGES]; /* the consumer waves are done with it */
 };
 /* The stages of a block. Step i of the block's depth steps is in stage i % n_stages, for the (i / n_stages)-th time. */
