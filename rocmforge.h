@@ -16592,7 +16592,7 @@ static rf_result rfi_group_probe(rfi_group *g, uint32_t m, uint32_t o, uint8_t *
     else if (p) rfi_probe_close(p), rfi_free(&g->alloc, p);
     if (r == RF_OK && can == RF_OK) to->peers |= 1u << o;
     else if (!g->note[0])
-        snprintf(g->note, sizeof g->note, "copies through host memory: %s from %s: %.80s", to->name, from->name,
+        snprintf(g->note, sizeof g->note, "copies through host memory: %s from %s: %.70s", to->name, from->name,
                  hangs ? "a copy hangs" : why.text);
     return r;
 }

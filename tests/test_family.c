@@ -336,7 +336,7 @@ static const struct {
     {{.arch = "deepseek2", .more_kv = latent_two_heads}, RF_ERR_FORMAT, "attention.head_count_kv 1"},
     {{.arch = "deepseek2", .more_kv = latent_other_key}, RF_ERR_FORMAT, "want attention.key_length 32"},
     {{.arch = "deepseek2", .more_kv = latent_groups}, RF_ERR_FORMAT, "deepseek2.expert_group_count"},
-    {{.arch = "qwen2moe", .more_kv = shared_experts}, RF_ERR_NOT_FOUND, "blk.0.ffn_gate_inp.weight"},
+    {{.arch = "qwen2moe", .more_kv = shared_experts}, RF_ERR_NOT_FOUND, "blk.0.ffn_gate_inp_shexp.weight"},
     {{.arch = "gemma4", .has = MG_POST_NORM | MG_QK_NORM, .more_kv = gemma_window}, RF_ERR_NOT_FOUND, "sliding_window_pattern"},
     {{.arch = "gemma4", .has = MG_POST_NORM | MG_QK_NORM, .more_kv = shared_all}, RF_ERR_FORMAT, "shared_kv_layers"},
     {{.arch = "gemma4", .has = MG_POST_NORM | MG_QK_NORM, .more_kv = shared_none_before}, RF_ERR_FORMAT, "shared_kv_layers"},
