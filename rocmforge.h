@@ -26459,8 +26459,8 @@ static uint32_t rfi_gr_mask_place(rf_grammar *g) {
 /* The set that stands for those with the same mask: a token of this level has not the bytes to tell their counts. */
 static uint32_t rfi_gr_set_twin(rf_grammar *g, uint32_t set, uint32_t level) {
     uint32_t n;
-    const uint32_t *key = rfi_gr_key(&g->sets, set, &n), *twin = RFI_GR_U32(g->twin) + level * g->flags.n;
     if (g->twin.n == 0) return set;
+    const uint32_t *key = rfi_gr_key(&g->sets, set, &n), *twin = RFI_GR_U32(g->twin) + level * g->flags.n;
     rfi_gr_stack_twins(g);
     if (!rfi_gr_spend(g, n)) return 0;
     g->key.n = 0;
