@@ -18286,6 +18286,7 @@ static uint32_t rfi_eval_in_flight(const rf_session *s, const rf_token_row *rows
     const rfi_store *store = s->m->store;
     const uint32_t n = rfi_group_size(s->m->device);
     if (n == 1 || !s->m->device->is_gpu || store->cache.n_frames || rfi_store_streams(store)) return 1;
+    if (s->m->config.ngram.n_heads) return 1; /* as embeddings, below */
     for (uint32_t i = 0; i < n_rows; i++)
         if (rows[i].embedding) return 1; /* staged in memory that copies read */
     return n + 1;
