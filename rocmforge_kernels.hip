@@ -2770,6 +2770,11 @@ RFK_DEVICE void rfk_fill_columns(const rfk_mixture_args &a, const rfk_int8_rows 
 /* The choices of the row and their matrices, by one wave. */
 template <int WAVE> RFK_DEVICE void rfk_find_choices(const rfk_mixture_args &a, rfk_mixture_shared &s) {
     const uint32_t k = threadIdx.x % WAVE, n_used = a.e.n_used;
+    if (k == 0 && a.n_shared) {
+        s.w[0][n_used] = a.shared[0], s.w[1][n_used] = a.shared[1];
+        s.weight[n_used] =
+            a.share ? 1.0f / (1.0f + expf(-a.share[(size_t)blockIdx.y * a.share_stride])) : 1.0f;
+    }
     if (a.choose.logits) {
         rfk_choose<WAVE>(a.choose, blockIdx.y, s.id, s.weight);
     } else if (k < n_used) {
@@ -2786,10 +2791,6 @@ template <int WAVE> RFK_DEVICE void rfk_find_choices(const rfk_mixture_args &a, 
             reinterpret_cast<uint32_t *>(out)[k] = id;
             out[n_used + k] = s.weight[k];
         }
-    } else if (k == n_used && a.n_shared) {
-        s.w[0][k] = a.shared[0], s.w[1][k] = a.shared[1];
-        s.weight[k] =
-            a.share ? 1.0f / (1.0f + expf(-a.share[(size_t)blockIdx.y * a.share_stride])) : 1.0f;
     }
 }
 
@@ -2867,28 +2868,31 @@ RFK_DEVICE void rfk_mixture_dots(const rfk_mixture_args &a, const rfk_mixture_sh
         rfk_raw raw[AT_ONCE];
         RFK_UNROLL(4)
         for (int j = 0; j < AT_ONCE; j++) {
-            if (next_i >= n_dots) break;
-            const rfk_mixture_dot d = rfk_dot_of(a, s, item, next_i);
-            const size_t block = (size_t)d.row * (d.n_units * 32 / F::BLOCK);
-            if (next + lane < d.n_units && d.w->plane[0]) F::fetch(*d.w, block, next + lane, raw[j]);
-            next += WAVE;
-            if (next >= n_units) next = 0, next_i++;
+            if (next_i < n_dots) {
+                const rfk_mixture_dot d = rfk_dot_of(a, s, item, next_i);
+                const size_t block = (size_t)d.row * (d.n_units * 32 / F::BLOCK);
+                if (next + lane < d.n_units && d.w->plane[0]) F::fetch(*d.w, block, next + lane, raw[j]);
+                next += WAVE;
+                if (next >= n_units) next = 0, next_i++;
+            }
         }
         RFK_UNROLL(4)
         for (int j = 0; j < AT_ONCE; j++) {
-            if (i >= n_dots) break;
-            const rfk_mixture_dot d = rfk_dot_of(a, s, item, i);
-            const uint32_t u = first + lane;
-            if (!d.w->plane[0]) sum = NAN; /* an expert that is not loaded must not go unnoticed */
-            else if (u < d.n_units) {
-                rfk_unit unit;
-                F::unpack(raw[j], u, unit);
-                sum += rfk_unit_dot<TYPE>(unit, x.q + d.column / 4, x.group + d.column / 32, rfk_unit_at<TYPE>(u));
+            if (i < n_dots) { /* no break: clang would not unroll the loop, and raw would lie in memory */
+                const rfk_mixture_dot d = rfk_dot_of(a, s, item, i);
+                const uint32_t u = first + lane;
+                if (!d.w->plane[0]) sum = NAN; /* an expert that is not loaded must not go unnoticed */
+                else if (u < d.n_units) {
+                    rfk_unit unit;
+                    F::unpack(raw[j], u, unit);
+                    sum += rfk_unit_dot<TYPE>(unit, x.q + d.column / 4, x.group + d.column / 32, rfk_unit_at<TYPE>(u));
+                }
+                first += WAVE;
+                if (first >= n_units) {
+                    rfk_mixture_done(a, s, item, i, rfk_wave_sum<WAVE>(sum), lane);
+                    sum = 0, first = 0, i++;
+                }
             }
-            first += WAVE;
-            if (first < n_units) continue;
-            rfk_mixture_done(a, s, item, i, rfk_wave_sum<WAVE>(sum), lane);
-            sum = 0, first = 0, i++;
         }
     }
 }
