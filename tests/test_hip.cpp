@@ -1746,8 +1746,11 @@ static void test_delta() {
         std::vector<float> a = values(n);
         for (uint32_t h = 0; h < n; h++) a[h] = -0.2f - fabsf(a[h]);
         const uint32_t nd = p.n_decays;
-        const std::vector<float> b = values(n * nd), x = values(T * width), xb = values(T * n), xa = values(T * n * nd);
+        const std::vector<float> b = values(n * nd), xb = values(T * n), xa = values(T * n * nd);
         const std::vector<double> ad = rounded(a, type), bd = rounded(b, type);
+        std::vector<float> x = values(T * width);
+        for (size_t t = 0; t < T; t++) /* queries near their keys: a product that cancels has no digits to compare */
+            for (uint32_t k = 0; k < n_keys; k++) x[t * width + k] = 0.5f * (x[t * width + k] + x[t * width + n_keys + k]);
         rf_op *o = g.op(RF_OP_DELTA);
         o->flags = cyclic ? RF_OP_CYCLIC : 0;
         o->in = in, o->in2 = beta, o->in3 = alpha, o->out = out, o->state = state;
@@ -2255,7 +2258,7 @@ static void test_joined_norm() {
                                        {RF_TYPE_Q8_0, 288, 33, 5},  {RF_TYPE_Q4_K, 256, 70, 5},
                                        {RF_TYPE_Q8_0, 256, 33, 6}
 #ifndef RF_TEST_EMU /* whose device is too small to cut so many tiles */
-                                       , {RF_TYPE_Q8_0, 4200, 33, 1}
+                                       , {RF_TYPE_Q8_0, 4200, 32, 1}
 #endif
     };
     for (size_t i = 0; i < sizeof list / sizeof *list; i++) {

@@ -8,10 +8,10 @@ old_layout=
 setarch "$(uname -m)" -R true 2>/dev/null && old_layout="setarch $(uname -m) -R"
 flags="-g1 -O1 -fno-omit-frame-pointer -fno-sanitize-recover=all"
 
-# quiet COMMAND...: its output, from the first failure or report on, only if it fails
+# quiet COMMAND...: its output, from the first failed check or report on, only if it fails
 quiet() {
     if "$@" >"$dir/$name.out" 2>&1; then tail -n 1 "$dir/$name.out"; return; fi
-    sed -n '/FAIL\|error:\|Sanitizer/,$p' "$dir/$name.out"
+    sed -n '/^    tests\/\|FAIL\|error:\|Sanitizer/,$p' "$dir/$name.out"
     return 1
 }
 name=${2-}
