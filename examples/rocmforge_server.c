@@ -171,6 +171,7 @@ static struct server {
     struct task *inbox, **inbox_end, *embeds, **embeds_end; /* queues, by `next`    */
     struct task *tasks;             /* all that are not ended, by `after`           */
     uint32_t n_tasks, n_choices;    /* those; their choices                         */
+    uint32_t n_unsent;              /* answers that a connection has not sent whole */
     int draining, stop;
     uint64_t serial;                /* of ids                                       */
     uint64_t n_requests[API_NONE], n_refused, n_dropped, n_steps;
@@ -2504,7 +2505,7 @@ static int enqueue(task *t, struct MHD_Connection *c) {
         *end = &t->next;
         t->after = g.tasks;
         g.tasks = t;
-        g.n_tasks++, g.n_choices += n;
+        g.n_tasks++, g.n_unsent++, g.n_choices += n;
         g.n_requests[t->api]++;
         if (!t->want_stream) t->suspended = 1, MHD_suspend_connection(c);
         pthread_cond_broadcast(&g.work);
@@ -2638,6 +2639,7 @@ static void completed(void *unused, struct MHD_Connection *c, void **user, enum 
     if (!q) return;
     task *t = q->task;
     pthread_mutex_lock(&g.lock);
+    if (t && t->connection) g.n_unsent--;
     if (t) t->connection = NULL, t->fd = -1, t->suspended = 0;
     if (t && !t->over) t->gone = 1, t = NULL;
     pthread_mutex_unlock(&g.lock);
@@ -2884,13 +2886,13 @@ static int open_daemon(void) {
     return g.daemon != NULL;
 }
 
-/* Let answers end that are being written, for drain_seconds; then end them. */
+/* Let answers end that are being written or sent, for drain_seconds; then end them. */
 static void drain(void) {
     const double until = seconds() + g.o.drain_seconds;
     const struct timespec pause = {0, 20000000};
     pthread_mutex_lock(&g.lock);
     g.draining = 1;
-    while (g.n_tasks && seconds() < until) {
+    while ((g.n_tasks || g.n_unsent) && seconds() < until) {
         pthread_mutex_unlock(&g.lock);
         nanosleep(&pause, NULL);
         pthread_mutex_lock(&g.lock);
