@@ -2443,7 +2443,7 @@ struct rfk_matmul_args {
 };
 
 /* The product that this block works on; *block becomes its index in that product. */
-RFK_DEVICE rfk_product rfk_pick(const rfk_matmul_args &a, uint32_t *block) {
+template <class ARGS> RFK_DEVICE rfk_product rfk_pick(const ARGS &a, uint32_t *block) {
     rfk_product p = a.part[0];
     if (*block >= a.part[1].end_block) {
         p = a.part[2];
@@ -2592,9 +2592,9 @@ RFK_DEVICE void rfk_load_any4(const uint8_t *p, uint32_t type, size_t first, uin
 template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_norm_dots(rfk_norm_dots_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
     RFK_SHARED(rfk_norm_shared, s);
-    const uint32_t which = blockIdx.x < a.part[0].end_block ? 0 : blockIdx.x < a.part[1].end_block ? 1 : 2,
-                   row = blockIdx.x - (which ? a.part[which - 1].end_block : 0), n = a.n_in;
-    const rfk_product p = which == 0 ? a.part[0] : which == 1 ? a.part[1] : a.part[2];
+    uint32_t row = blockIdx.x;
+    const uint32_t n = a.n_in;
+    const rfk_product p = rfk_pick(a, &row);
     const size_t at = (size_t)(p.row0 + row) * n;
     const float *in = a.in + (size_t)blockIdx.y * a.in_stride;
     float w[4][4], norm[4], x[4], squares = 0, sum = 0; /* w: those of the first 4096 values are loaded early */
