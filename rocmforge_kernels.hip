@@ -2767,7 +2767,8 @@ RFK_DEVICE void rfk_fill_columns(const rfk_mixture_args &a, const rfk_int8_rows 
     }
 }
 
-/* The choices of the row and their matrices, by one wave. */
+/* The choices of the row and their matrices, by one wave. The shared experts' are copied apart: clang would join both
+ * copies to one, which reads the kernel's arguments from private memory. */
 template <int WAVE> RFK_DEVICE void rfk_find_choices(const rfk_mixture_args &a, rfk_mixture_shared &s) {
     const uint32_t k = threadIdx.x % WAVE, n_used = a.e.n_used;
     if (k == 0 && a.n_shared) {
@@ -2855,7 +2856,8 @@ RFK_DEVICE void rfk_mixture_done(const rfk_mixture_args &a, const rfk_mixture_sh
 #endif
 
 /* The dot products of an item, one after the other. A lane takes unit lane + k * WAVE of each row, of n_units in the
- * longest one: several loads are in flight, of this row and the next. */
+ * longest one: several loads are in flight, of this row and the next. No break in the loops over `raw`: clang would
+ * not unroll them, and raw would lie in private memory. */
 template <int TYPE, int WAVE>
 RFK_DEVICE void rfk_mixture_dots(const rfk_mixture_args &a, const rfk_mixture_shared &s, rfk_mixture_item &item,
                                  uint32_t n_units, const rfk_int8_rows &x) {
@@ -2878,7 +2880,7 @@ RFK_DEVICE void rfk_mixture_dots(const rfk_mixture_args &a, const rfk_mixture_sh
         }
         RFK_UNROLL(4)
         for (int j = 0; j < AT_ONCE; j++) {
-            if (i < n_dots) { /* no break: clang would not unroll the loop, and raw would lie in memory */
+            if (i < n_dots) {
                 const rfk_mixture_dot d = rfk_dot_of(a, s, item, i);
                 const uint32_t u = first + lane;
                 if (!d.w->plane[0]) sum = NAN; /* an expert that is not loaded must not go unnoticed */

@@ -2676,7 +2676,7 @@ static const char help[] =
     "  --max-body BYTES        of a request (4194304)\n"
     "  --max-connections N     (1024)\n"
     "  --timeout SECONDS       for a request (600)\n"
-    "  --drain SECONDS         after SIGTERM or SIGINT, for answers that are being written (30)\n";
+    "  --drain SECONDS         after SIGTERM or SIGINT, for answers that are being written or sent (30)\n";
 
 /* Usage errors end with 2. */
 __attribute__((format(printf, 1, 2), noreturn)) static void stop_usage(const char *format, ...) {
