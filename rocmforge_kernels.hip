@@ -4867,22 +4867,228 @@ template <int WAVE> RFK_DEVICE void rfk_few_factors(const rfk_few_args &a, rfk_f
     }
 }
 
-/* Multiply 16 rows of p from row0 on by a tile of columns.   Returns the thread's result: row threadIdx.x % 16 of
- * column threadIdx.x / 16. `first`: what earlier launches wrote was not waited for. Ends with a barrier. */
-template <int TYPE, int WAVE, bool NARROW>
-RFK_DEVICE float rfk_few_tile(const rfk_few_args &a, const rfk_product &p, uint32_t row0, bool first,
-                              rfk_few_shared<WAVE> &s) {
+/* ---- weights straight to mma.sync ----
+ * A lane loads what mma.sync wants of it: of rows lane / 4 and lane / 4 + 8 the lane's quarter of each dot product. The
+ * order of values in an exact sum is free, if x has the same. Results have the bits of rfk_few_fragment's. */
+
+/* How a lane reads four adjacent fragments, a block of 256 weights of a row. K: values of a product; head: scales. */
+template <int TYPE> struct rfk_direct {
+    static const bool is = false;
+};
+#if RFK_MAY_BE(RFK_MATRIX_SM80)
+struct rfk_direct_at {
+    uint32_t o[2]; /* the block of either row */
+};
+template <> struct rfk_direct<RF_TYPE_Q4_K> {
+    static const bool is = true;
+    static const int K = 32;
+    struct loaded {
+        uint32_t q[4][2][2]; /* [fragment][row] 8 of 32 bytes */
+        int4 head[2];
+    };
+    struct scales {
+        uint32_t scale[2][2], min[2][2]; /* [row] eight of 6 bits, a byte each */
+        float d[2], m[2];
+    };
+    RFK_DEVICE void fetch_head(const rfk_weight &w, const rfk_direct_at &at, loaded &o) {
+        RFK_UNROLL(2)
+        for (int r = 0; r < 2; r++) o.head[r] = rfk_load16(w.plane[0] + at.o[r] * 144);
+    }
+    RFK_DEVICE void fetch(const rfk_weight &w, const rfk_direct_at &at, uint32_t j, uint32_t quarter, loaded &o) {
+        RFK_UNROLL(2)
+        for (int r = 0; r < 2; r++)
+            rfk_load8bytes(w.plane[0] + at.o[r] * 144 + 16 + 32 * j + 8 * quarter, o.q[j][r]);
+    }
+    RFK_DEVICE void read_head(const loaded &w, scales &o) {
+        RFK_UNROLL(2)
+        for (int r = 0; r < 2; r++) {
+            const uint32_t y = (uint32_t)w.head[r].y, z = (uint32_t)w.head[r].z, e = (uint32_t)w.head[r].w;
+            o.scale[r][0] = y & 0x3f3f3f3fu, o.scale[r][1] = (e & 0x0f0f0f0fu) | ((y >> 2) & 0x30303030u);
+            o.min[r][0] = z & 0x3f3f3f3fu, o.min[r][1] = ((e >> 4) & 0x0f0f0f0fu) | ((z >> 2) & 0x30303030u);
+            o.d[r] = rfk_low_half((uint32_t)w.head[r].x), o.m[r] = rfk_high_half((uint32_t)w.head[r].x);
+        }
+    }
+    RFK_DEVICE void unpack(const loaded &w, const scales &h, uint32_t j, int (&a)[4][4], float (&s)[2][RFK_SCALES]) {
+        RFK_UNROLL(2)
+        for (int r = 0; r < 2; r++) {
+            RFK_UNROLL(2)
+            for (int k = 0; k < 2; k++) {
+                a[0][2 * k + r] = rfk_low4((int)w.q[j][r][k]);
+                a[1][2 * k + r] = rfk_high4((int)w.q[j][r][k]);
+            }
+            const uint32_t scale = h.scale[r][j / 2] >> (16 * (j % 2)), min = h.min[r][j / 2] >> (16 * (j % 2));
+            s[r][0] = (float)(scale & 255), s[r][1] = (float)((scale >> 8) & 255);
+            s[r][2] = (float)(min & 255), s[r][3] = (float)((min >> 8) & 255);
+            s[r][4] = h.d[r], s[r][5] = h.m[r];
+        }
+    }
+};
+template <> struct rfk_direct<RF_TYPE_Q6_K> {
+    static const bool is = true;
+    static const int K = 16;
+    struct loaded {
+        uint32_t low[4][2][2], high[4][2]; /* [fragment][row] 4 of 16 bytes */
+        int4 scale[2];
+        uint32_t d[2];
+    };
+    typedef loaded scales;
+    RFK_DEVICE void fetch_head(const rfk_weight &w, const rfk_direct_at &at, loaded &o) {
+        RFK_UNROLL(2)
+        for (int r = 0; r < 2; r++) {
+            o.scale[r] = rfk_load16(w.plane[2] + at.o[r] * 16);
+            o.d[r] = rfk_load2(w.plane[3] + at.o[r] * 2);
+        }
+    }
+    RFK_DEVICE void fetch(const rfk_weight &w, const rfk_direct_at &at, uint32_t j, uint32_t quarter, loaded &o) {
+        RFK_UNROLL(2)
+        for (int r = 0; r < 2; r++) {
+            const uint8_t *low = w.plane[0] + at.o[r] * 128 + j / 2 * 64 + j % 2 * 16 + 4 * quarter;
+            o.low[j][r][0] = rfk_load4(low), o.low[j][r][1] = rfk_load4(low + 32);
+            o.high[j][r] = rfk_load4(w.plane[1] + at.o[r] * 64 + j * 16 + 4 * quarter);
+        }
+    }
+    RFK_DEVICE void read_head(const loaded &w, scales &o) {
+        RFK_UNROLL(2)
+        for (int r = 0; r < 2; r++) o.scale[r] = w.scale[r], o.d[r] = w.d[r];
+    }
+    RFK_DEVICE void unpack(const loaded &w, const scales &h, uint32_t j, int (&a)[4][4], float (&s)[2][RFK_SCALES]) {
+        RFK_UNROLL(2)
+        for (int r = 0; r < 2; r++) {
+            int words[4];
+            rfk_words(h.scale[r], words);
+            RFK_UNROLL(4)
+            for (uint32_t i = 0; i < 4; i++) {
+                const uint32_t q = i < 2 ? w.low[j][r][i] : w.low[j][r][i - 2] >> 4,
+                               bits = i < 2 ? w.high[j][r] << (4 - 2 * i) : w.high[j][r] >> (2 * i - 4);
+                a[i][r] = (int)((q & 0x0f0f0f0fu) | (bits & 0x30303030u));
+                s[r][i] = (float)(int8_t)((uint32_t)words[2 * (j / 2) + i / 2] >> (8 * (j % 2) + 16 * (i % 2)));
+            }
+            s[r][4] = rfk_low_half(h.d[r]);
+        }
+    }
+};
+
+/* out = start + a b: 16 rows by 8 columns over K bytes; start of either column. */
+template <int K> RFK_DEVICE void rfk_mma_direct(const int *a, const int *b, const int *start, int *out) {
+#if defined(ROCMFORGE_HIP_EMU)
+    const int av[4] = {a[0], a[1], K == 32 ? a[2] : 0, K == 32 ? a[3] : 0}, bv[2] = {b[0], K == 32 ? b[1] : 0},
+              c[4] = {start[0], start[1], start[0], start[1]};
+    hip_emu_mma_m16n8k32_s8(out, av, bv, c);
+#else
+    if (K == 32)
+        asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+            "{%10,%11,%10,%11};"
+            : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(start[0]), "r"(start[1]));
+    else
+        asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%8,%7,%8};"
+            : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+            : "r"(a[0]), "r"(a[1]), "r"(b[0]), "r"(start[0]), "r"(start[1]));
+#endif
+}
+
+/* Add the products of fragment f, weights a and scales s, to the lane's results, for eight columns from `first` on. */
+template <int TYPE>
+RFK_DEVICE void rfk_direct_fragment(const rfk_few_args &a, uint32_t f, uint32_t first, const int (&w)[4][4],
+                                    const float (&s)[2][RFK_SCALES], float *sum) {
     typedef rfk_fragments<TYPE> F;
-    const int FETCHES = 64 / WAVE, SETS = WAVE / 32, N = RFK_FEW_RESULTS(NARROW, WAVE);
+    typedef rfk_direct<TYPE> D;
+    const bool has_min = rfk_format<TYPE>::HAS_MIN != 0, offset = rfk_format<TYPE>::OFFSET != 0;
+    const uint32_t lane = threadIdx.x % 32, quarter = lane % 4, col = first + lane / 4, to = first + quarter * 2;
+    const size_t tile = blockIdx.x;
+    const int *q = reinterpret_cast<const int *>(a.x.q + tile * a.n_in);
+    int dots[F::DOTS][4];
+    float2 d[F::DOTS], e[F::DOTS];
+    RFK_UNROLL(4)
+    for (uint32_t i = 0; i < (uint32_t)F::DOTS; i++) {
+        const uint32_t piece = rfk_fragment_piece<TYPE, 32>(f, i * (D::K / 16), 0);
+        int start[2] = {RFK_DOT_START, RFK_DOT_START}, b[2] = {0, 0};
+        if (offset) {
+            const float2 sums = *reinterpret_cast<const float2 *>(a.x.sum + tile * a.n_in + piece * RFK_FEW_ROWS + to);
+            start[0] = (int)rfk_as_bits(rfk_fma(sums.x, -(float)rfk_format<TYPE>::OFFSET, 12582912.0f));
+            start[1] = (int)rfk_as_bits(rfk_fma(sums.y, -(float)rfk_format<TYPE>::OFFSET, 12582912.0f));
+        }
+        if (D::K == 32) {
+            const uint2 two = *reinterpret_cast<const uint2 *>(
+                q + ((piece + quarter / 2) * RFK_FEW_ROWS + col) * 4 + quarter % 2 * 2);
+            b[0] = (int)two.x, b[1] = (int)two.y;
+        } else {
+            b[0] = q[(piece * RFK_FEW_ROWS + col) * 4 + quarter];
+        }
+        rfk_mma_direct<D::K>(w[i], b, start, dots[i]);
+        const size_t group = tile * (a.n_in / 2) + piece / 2 * RFK_FEW_ROWS + to;
+        d[i] = *reinterpret_cast<const float2 *>(a.x.d + group);
+        if (has_min) e[i] = *reinterpret_cast<const float2 *>(a.x.e + group);
+    }
+    RFK_UNROLL(4)
+    for (int i = 0; i < 4; i++) {
+        rfk_fragment_scales x;
+        float values[4];
+        x.sums[0] = x.sums[1] = 0;
+        RFK_UNROLL(4)
+        for (int k = 0; k < F::DOTS; k++) {
+            x.d[k] = i % 2 ? d[k].y : d[k].x;
+            if (has_min) x.sums[k % 2] = i % 2 ? e[k].y : e[k].x;
+            values[k] = rfk_dot_to_float(dots[k][i]);
+        }
+        sum[i] = F::join(s[i / 2], values, x, sum[i]);
+    }
+}
+
+/* A wave's part of a tile: sum[j] of fragment j of every four. first: as rfk_few_tile. */
+template <int TYPE, int WAVE, int N>
+RFK_DEVICE void rfk_direct_tile(const rfk_few_args &a, const rfk_product &p, uint32_t row0, bool first,
+                                rfk_few_shared<WAVE> &s, float (&sum)[4][N]) {
+    typedef rfk_direct<TYPE> D;
+    const uint32_t lane = threadIdx.x % WAVE, n_blocks = a.n_in / 256;
+    uint32_t block = threadIdx.x / WAVE;
+    rfk_direct_at at;
+    typename D::loaded raw;
+    RFK_UNROLL(2)
+    for (uint32_t r = 0; r < 2; r++) {
+        const uint32_t row = row0 + lane / 4 + 8 * r;
+        at.o[r] = (p.row0 + (row < p.n_out ? row : p.n_out - 1)) * n_blocks + block;
+    }
+    if (block < n_blocks) {
+        D::fetch_head(p.w, at, raw);
+        RFK_UNROLL(4)
+        for (uint32_t j = 0; j < 4; j++) D::fetch(p.w, at, j, lane % 4, raw);
+    }
+    if (first) {
+        rfk_wait_previous();
+        rfk_few_factors<WAVE>(a, s);
+    }
+    RFK_UNROLL(1)
+    for (; block < n_blocks; block += RFK_FEW_WAVES) {
+        const bool more = block + RFK_FEW_WAVES < n_blocks;
+        typename D::scales head;
+        D::read_head(raw, head);
+        at.o[0] += RFK_FEW_WAVES, at.o[1] += RFK_FEW_WAVES;
+        RFK_UNROLL(4)
+        for (uint32_t j = 0; j < 4; j++) {
+            int w[4][4];
+            float scale[2][RFK_SCALES];
+            D::unpack(raw, head, j, w, scale);
+            if (more) D::fetch(p.w, at, j, lane % 4, raw);
+            if (more && j == 2) D::fetch_head(p.w, at, raw);
+            RFK_UNROLL(2)
+            for (uint32_t n = 0; n < N / 4; n++)
+                rfk_direct_fragment<TYPE>(a, 4 * block + j, 8 * n, w, scale, sum[j] + 4 * n);
+        }
+    }
+}
+#endif
+
+/* A wave's part of a tile through shared memory: sum[j] of each lane of the fused matvec. first: as rfk_few_tile. */
+template <int TYPE, int WAVE, int N>
+RFK_DEVICE void rfk_few_wave(const rfk_few_args &a, const rfk_product &p, uint32_t row0, bool first,
+                             rfk_few_shared<WAVE> &s, float (&sum)[WAVE / 8][N]) {
+    typedef rfk_fragments<TYPE> F;
+    const int FETCHES = 64 / WAVE, SETS = WAVE / 32;
     const uint32_t lane = threadIdx.x % WAVE, wave = threadIdx.x / WAVE, n_fragments = a.n_in / F::VALUES,
                    lane0 = wave * (WAVE / RFK_FEW_WAVES);
     typename F::loaded raw[SETS][FETCHES];
     rfk_fragment_at at[SETS][FETCHES];
-    float sum[4 * SETS][N];
-    RFK_UNROLL(8)
-    for (int j = 0; j < 4 * SETS; j++)
-        RFK_UNROLL(8)
-        for (int i = 0; i < N; i++) sum[j][i] = 0;
     RFK_UNROLL(2)
     for (uint32_t t = 0; t < (uint32_t)SETS; t++)
         RFK_UNROLL(2)
@@ -4918,6 +5124,39 @@ RFK_DEVICE float rfk_few_tile(const rfk_few_args &a, const rfk_product &p, uint3
             }
             rfk_sync_lanes<WAVE>();
         }
+}
+
+/* The way that is faster. In emulation the matrix unit is known at run time. */
+template <int TYPE, int WAVE, int N, bool IS_DIRECT> struct rfk_few_ways {
+    RFK_DEVICE void run(const rfk_few_args &a, const rfk_product &p, uint32_t row0, bool first,
+                        rfk_few_shared<WAVE> &s, float (&sum)[WAVE / 8][N]) {
+        rfk_few_wave<TYPE, WAVE, N>(a, p, row0, first, s, sum);
+    }
+};
+#if RFK_MAY_BE(RFK_MATRIX_SM80)
+template <int TYPE, int N> struct rfk_few_ways<TYPE, 32, N, true> {
+    RFK_DEVICE void run(const rfk_few_args &a, const rfk_product &p, uint32_t row0, bool first,
+                        rfk_few_shared<32> &s, float (&sum)[4][N]) {
+        const uint32_t kind = RFK_MATRIX;
+        if (kind == RFK_MATRIX_SM80) rfk_direct_tile<TYPE, 32, N>(a, p, row0, first, s, sum);
+        else rfk_few_wave<TYPE, 32, N>(a, p, row0, first, s, sum);
+    }
+};
+#endif
+
+/* Multiply 16 rows of p from row0 on by a tile of columns.   Returns the thread's result: row threadIdx.x % 16 of
+ * column threadIdx.x / 16. `first`: what earlier launches wrote was not waited for. Ends with a barrier. */
+template <int TYPE, int WAVE, bool NARROW>
+RFK_DEVICE float rfk_few_tile(const rfk_few_args &a, const rfk_product &p, uint32_t row0, bool first,
+                              rfk_few_shared<WAVE> &s) {
+    const int SETS = WAVE / 32, N = RFK_FEW_RESULTS(NARROW, WAVE);
+    const uint32_t lane = threadIdx.x % WAVE, wave = threadIdx.x / WAVE;
+    float sum[4 * SETS][N];
+    RFK_UNROLL(8)
+    for (int j = 0; j < 4 * SETS; j++)
+        RFK_UNROLL(8)
+        for (int i = 0; i < N; i++) sum[j][i] = 0;
+    rfk_few_ways<TYPE, WAVE, N, rfk_direct<TYPE>::is && WAVE == 32>::run(a, p, row0, first, s, sum);
     __syncthreads();
     RFK_UNROLL(8)
     for (int i = 0; i < N; i++) {

@@ -56,6 +56,8 @@ void hip_emu_flip_result(uint64_t n);
 void hip_emu_stale_graphs(int on);
 /* The matrix unit of a device: RFK_MATRIX_... of the kernels file, or HIP_EMU_SM90, that of SM80 and wgmma. At the start
  * WMMA of gfx11 and MFMA of gfx90a. */
+#define HIP_EMU_SM80 1
+#define HIP_EMU_WMMA11 4
 #define HIP_EMU_SM90 6
 void hip_emu_matrix_unit(int device, int kind);
 /* How devices copy from each other: as they should, not at all (peer access is refused), with wrong bytes, or never to
