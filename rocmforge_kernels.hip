@@ -10340,10 +10340,23 @@ static rf_result rfk_enqueue(const rfk_launching *l, K kernel, dim3 grid, uint32
     return rfk_enqueue_config(l, kernel, c, args);
 }
 
-/* The same for a kernel that calls rfk_wait_previous: in a graph it may start early. */
+/* Whether a step runs by the fused launches of a decode step. */
+static bool rfk_is_fused_step(const rf_prepared *p, const rf_step *step) {
+    return step->n_rows <= p->n_few && step->n_logits <= step->n_rows && !p->events;
+}
+
+/* Whether kernels that call rfk_wait_previous may start early: in a graph, and in a step of several rows, which has
+ * none, where nothing but kernels comes between them. */
+static int rfk_starts_early(const rfk_launching *l) {
+    const rf_prepared *p = l->p;
+    return p->dev->early && (p->capturing || (l->step->n_rows > 1 && rfk_is_fused_step(p, l->step) &&
+                                              p->fused_begin == 0 && p->fused_end == p->n_fused));
+}
+
+/* The same for a kernel that calls rfk_wait_previous. */
 template <class K, class A>
 static rf_result rfk_enqueue_early(const rfk_launching *l, K kernel, dim3 grid, uint32_t block, const A &args) {
-    rfk_config c = {grid, dim3(block), 0, l->p->capturing && l->p->dev->early, l->q->stream};
+    rfk_config c = {grid, dim3(block), 0, rfk_starts_early(l), l->q->stream};
     return rfk_enqueue_config(l, kernel, c, args);
 }
 
@@ -10380,11 +10393,6 @@ static rf_result rfk_run_embed(const rfk_launching *l) {
                             l->step->embeddings + (size_t)t * a.n_out, (uint64_t)a.n_out * sizeof(float),
                             "embeddings", l->err);
     return r;
-}
-
-/* Whether a step runs by the fused launches of a decode step. */
-static bool rfk_is_fused_step(const rf_prepared *p, const rf_step *step) {
-    return step->n_rows <= p->n_few && step->n_logits <= step->n_rows && !p->events;
 }
 
 /* Whether the floats of the output are not needed: only fused launches read them. */
@@ -11414,7 +11422,7 @@ static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
     }
     z.x = a.from, z.x_stride = a.from_stride, z.rows = a.rows, z.n = a.n_in, z.to = p->few;
     z.norm = a.norm, z.norm_type = a.norm_type;
-    const int early = p->capturing && p->dev->early;
+    const int early = rfk_starts_early(l);
     rfk_config c = {dim3(a.n_cols, rfk_ceil_div(a.n_in, 4 * RFK_BLOCK)), dim3(RFK_BLOCK), 0, early, l->q->stream};
     rf_result r = rfk_enqueue_config(l, RFK_BY_WAVE(l, rfk_few_quantize<32>, rfk_few_quantize<64>), c, z);
     if (r != RF_OK) return r;
@@ -11454,7 +11462,7 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     const rf_launch_config *config = &p->stats.configs[p->stats.config];
     const bool other = rfk_is_other(p->plan, f->products);
     uint32_t blocks = rfk_divide_blocks(l, &a, config->blocks_per_cu * p->dev->info.compute_units);
-    rfk_config c = {dim3(blocks), dim3(RFK_FUSED_BLOCK_OF(p->dev)), a.n_in / 64 * 96, p->capturing && p->dev->early,
+    rfk_config c = {dim3(blocks), dim3(RFK_FUSED_BLOCK_OF(p->dev)), a.n_in / 64 * 96, rfk_starts_early(l),
                     l->q->stream};
     void (*kernel)(rfk_fused_args) =
         RFK_BY_WAVE(l, rfk_find_fused_matvec<32>(other, config->in_flight),
@@ -11534,8 +11542,7 @@ static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) 
     a.scale = att->scale;
     a.softcap = att->softcap * RFK_LOG2_E;
     a.softcap_factor = att->softcap == 0 ? 0 : 2 / att->softcap; /* 2 log2(e) / (softcap log2(e)) */
-    rfk_config c = {dim3(att->n_kv_heads, 1, l->n_rows), dim3(RFK_BLOCK), 0, p->capturing && p->dev->early,
-                    l->q->stream};
+    rfk_config c = {dim3(att->n_kv_heads, 1, l->n_rows), dim3(RFK_BLOCK), 0, rfk_starts_early(l), l->q->stream};
     if (a.is_stored) {
         void (*keys)(rfk_decode_attention_args) = RFK_BY_WAVE(l, rfk_find_decode_keys<32>(p->cache_type, op),
                                                               rfk_find_decode_keys<64>(p->cache_type, op));
@@ -11634,7 +11641,7 @@ static rf_result rfk_run_mixture(rfk_launching *l, const rfk_fused *f) {
                    results = a.is_down ? a.e.n_out : a.e.n_used * a.e.n_out + a.n_shared,
                    blocks = rfk_ceil_div(results, waves), units = p->dev->info.compute_units / l->n_rows;
     const rfk_config c = {dim3(blocks < units ? blocks : units ? units : 1, l->n_rows), dim3(RFK_MIXTURE_BLOCK),
-                          rfk_columns_bytes(values), p->capturing && p->dev->early, l->q->stream};
+                          rfk_columns_bytes(values), rfk_starts_early(l), l->q->stream};
     return rfk_enqueue_config(l, RFK_BY_WAVE(l, rfk_find_mixture<32>(type), rfk_find_mixture<64>(type)), c, a);
 }
 
