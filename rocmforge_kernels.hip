@@ -4289,10 +4289,15 @@ RFK_DEVICE void rfk_copy16(int4 *to, const int4 *from) {
                  : "memory");
 }
 RFK_DEVICE void rfk_wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+/* Commit this thread's copies as a group; wait until at most one group is in flight. */
+RFK_DEVICE void rfk_commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+RFK_DEVICE void rfk_wait_copies_but_one() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
 #else
 #define RFK_ASYNC_COPIES 0
 RFK_DEVICE void rfk_copy16(int4 *to, const int4 *from) { *to = *from; }
 RFK_DEVICE void rfk_wait_copies() {}
+RFK_DEVICE void rfk_commit_copies() {}
+RFK_DEVICE void rfk_wait_copies_but_one() {}
 #endif
 
 RFK_DEVICE const rfk_tiles_args &rfk_tiles(const rfk_tiles_args &t) { return t; }
@@ -4713,6 +4718,11 @@ struct rfk_few_args {
     uint32_t n_in, n_cols, norm_type, from_stride, norm_stride, glu;
     float eps;
 };
+/* What eight columns have for a block of 256 weights. */
+struct rfk_direct_x {
+    int4 q[16][8];
+    float d[8][8], sum[16][8]; /* sum: e of the groups, or of a type with an offset the sums of the pieces */
+};
 template <int WAVE> struct rfk_few_shared {
     struct input {
         int4 w[RFK_FEW_WAVES][RFK_FEW_ROWS][RFK_FEW_PITCH];
@@ -4720,6 +4730,7 @@ template <int WAVE> struct rfk_few_shared {
     };
     union {
         input in;
+        rfk_direct_x x[RFK_FEW_WAVES][2];
         float sum[RFK_FEW_WAVES][RFK_FEW_ROWS * RFK_FEW_ROWS]; /* [wave][column][row] */
     } u;
     float factor[RFK_FEW_ROWS]; /* of each column: 1 / rms of a deferred norm */
@@ -4987,16 +4998,33 @@ template <int K> RFK_DEVICE void rfk_mma_direct(const int *a, const int *b, cons
 #endif
 }
 
-/* Add the products of fragment f, weights a and scales s, to the lane's results, for eight columns from `first` on. */
+/* Copy what the columns have for block `block` to shared memory, as a group of copies. By one wave. */
+template <int TYPE> RFK_DEVICE void rfk_direct_copy(const rfk_few_args &a, uint32_t block, rfk_direct_x &to) {
+    const uint32_t lane = threadIdx.x % 32, two = lane / 2, half = lane % 2 * 4;
+    const bool offset = rfk_format<TYPE>::OFFSET != 0;
+    const size_t tile = blockIdx.x, piece = tile * a.n_in + block * 16 * RFK_FEW_ROWS,
+                 group = tile * (a.n_in / 2) + block * 8 * RFK_FEW_ROWS;
+    RFK_UNROLL(4)
+    for (uint32_t k = 0; k < 4; k++) {
+        const uint32_t i = lane / 8 + 4 * k;
+        rfk_copy16(&to.q[i][lane % 8], a.x.q + piece + i * RFK_FEW_ROWS + lane % 8);
+    }
+    const float *d = a.x.d + group + two % 8 * RFK_FEW_ROWS + half, *e = a.x.e + (d - a.x.d),
+                *sum = a.x.sum + piece + two * RFK_FEW_ROWS + half;
+    if (offset) rfk_copy16(reinterpret_cast<int4 *>(&to.sum[two][half]), reinterpret_cast<const int4 *>(sum));
+    if (two < 8) rfk_copy16(reinterpret_cast<int4 *>(&to.d[two][half]), reinterpret_cast<const int4 *>(d));
+    else if (!offset) rfk_copy16(reinterpret_cast<int4 *>(&to.sum[two - 8][half]), reinterpret_cast<const int4 *>(e));
+    rfk_commit_copies();
+}
+
+/* Add the products of fragment f of a block, weights w and scales s, to the lane's results. */
 template <int TYPE>
-RFK_DEVICE void rfk_direct_fragment(const rfk_few_args &a, uint32_t f, uint32_t first, const int (&w)[4][4],
+RFK_DEVICE void rfk_direct_fragment(const rfk_direct_x &in, uint32_t f, const int (&w)[4][4],
                                     const float (&s)[2][RFK_SCALES], float *sum) {
     typedef rfk_fragments<TYPE> F;
     typedef rfk_direct<TYPE> D;
     const bool has_min = rfk_format<TYPE>::HAS_MIN != 0, offset = rfk_format<TYPE>::OFFSET != 0;
-    const uint32_t lane = threadIdx.x % 32, quarter = lane % 4, col = first + lane / 4, to = first + quarter * 2;
-    const size_t tile = blockIdx.x;
-    const int *q = reinterpret_cast<const int *>(a.x.q + tile * a.n_in);
+    const uint32_t lane = threadIdx.x % 32, quarter = lane % 4, col = lane / 4, to = quarter * 2;
     int dots[F::DOTS][4];
     float2 d[F::DOTS], e[F::DOTS];
     RFK_UNROLL(4)
@@ -5004,21 +5032,19 @@ RFK_DEVICE void rfk_direct_fragment(const rfk_few_args &a, uint32_t f, uint32_t 
         const uint32_t piece = rfk_fragment_piece<TYPE, 32>(f, i * (D::K / 16), 0);
         int start[2] = {RFK_DOT_START, RFK_DOT_START}, b[2] = {0, 0};
         if (offset) {
-            const float2 sums = *reinterpret_cast<const float2 *>(a.x.sum + tile * a.n_in + piece * RFK_FEW_ROWS + to);
+            const float2 sums = *reinterpret_cast<const float2 *>(&in.sum[piece][to]);
             start[0] = (int)rfk_as_bits(rfk_fma(sums.x, -(float)rfk_format<TYPE>::OFFSET, 12582912.0f));
             start[1] = (int)rfk_as_bits(rfk_fma(sums.y, -(float)rfk_format<TYPE>::OFFSET, 12582912.0f));
         }
         if (D::K == 32) {
-            const uint2 two = *reinterpret_cast<const uint2 *>(
-                q + ((piece + quarter / 2) * RFK_FEW_ROWS + col) * 4 + quarter % 2 * 2);
+            const uint2 two = reinterpret_cast<const uint2 *>(&in.q[piece + quarter / 2][col])[quarter % 2];
             b[0] = (int)two.x, b[1] = (int)two.y;
         } else {
-            b[0] = q[(piece * RFK_FEW_ROWS + col) * 4 + quarter];
+            b[0] = reinterpret_cast<const int *>(&in.q[piece][col])[quarter];
         }
         rfk_mma_direct<D::K>(w[i], b, start, dots[i]);
-        const size_t group = tile * (a.n_in / 2) + piece / 2 * RFK_FEW_ROWS + to;
-        d[i] = *reinterpret_cast<const float2 *>(a.x.d + group);
-        if (has_min) e[i] = *reinterpret_cast<const float2 *>(a.x.e + group);
+        d[i] = *reinterpret_cast<const float2 *>(&in.d[piece / 2][to]);
+        if (has_min) e[i] = *reinterpret_cast<const float2 *>(&in.sum[piece / 2][to]);
     }
     RFK_UNROLL(4)
     for (int i = 0; i < 4; i++) {
@@ -5036,12 +5062,12 @@ RFK_DEVICE void rfk_direct_fragment(const rfk_few_args &a, uint32_t f, uint32_t 
 }
 
 /* A wave's part of a tile: sum[j] of fragment j of every four. first: as rfk_few_tile. */
-template <int TYPE, int WAVE, int N>
+template <int TYPE, int N>
 RFK_DEVICE void rfk_direct_tile(const rfk_few_args &a, const rfk_product &p, uint32_t row0, bool first,
-                                rfk_few_shared<WAVE> &s, float (&sum)[4][N]) {
+                                rfk_few_shared<32> &s, float (&sum)[4][N]) {
     typedef rfk_direct<TYPE> D;
-    const uint32_t lane = threadIdx.x % WAVE, n_blocks = a.n_in / 256;
-    uint32_t block = threadIdx.x / WAVE;
+    const uint32_t lane = threadIdx.x % 32, wave = threadIdx.x / 32, n_blocks = a.n_in / 256;
+    uint32_t block = wave, turn = 0;
     rfk_direct_at at;
     typename D::loaded raw;
     RFK_UNROLL(2)
@@ -5056,11 +5082,16 @@ RFK_DEVICE void rfk_direct_tile(const rfk_few_args &a, const rfk_product &p, uin
     }
     if (first) {
         rfk_wait_previous();
-        rfk_few_factors<WAVE>(a, s);
+        rfk_few_factors<32>(a, s);
     }
+    if (block < n_blocks) rfk_direct_copy<TYPE>(a, block, s.u.x[wave][0]);
     RFK_UNROLL(1)
-    for (; block < n_blocks; block += RFK_FEW_WAVES) {
+    for (; block < n_blocks; block += RFK_FEW_WAVES, turn ^= 1) {
         const bool more = block + RFK_FEW_WAVES < n_blocks;
+        if (more) rfk_direct_copy<TYPE>(a, block + RFK_FEW_WAVES, s.u.x[wave][turn ^ 1]);
+        if (more) rfk_wait_copies_but_one();
+        else rfk_wait_copies();
+        rfk_sync_lanes<32>();
         typename D::scales head;
         D::read_head(raw, head);
         at.o[0] += RFK_FEW_WAVES, at.o[1] += RFK_FEW_WAVES;
@@ -5071,10 +5102,9 @@ RFK_DEVICE void rfk_direct_tile(const rfk_few_args &a, const rfk_product &p, uin
             D::unpack(raw, head, j, w, scale);
             if (more) D::fetch(p.w, at, j, lane % 4, raw);
             if (more && j == 2) D::fetch_head(p.w, at, raw);
-            RFK_UNROLL(2)
-            for (uint32_t n = 0; n < N / 4; n++)
-                rfk_direct_fragment<TYPE>(a, 4 * block + j, 8 * n, w, scale, sum[j] + 4 * n);
+            rfk_direct_fragment<TYPE>(s.u.x[wave][turn], j, w, scale, sum[j]);
         }
+        rfk_sync_lanes<32>(); /* the copy after next goes where this block's is */
     }
 }
 #endif
@@ -5138,7 +5168,7 @@ template <int TYPE, int N> struct rfk_few_ways<TYPE, 32, N, true> {
     RFK_DEVICE void run(const rfk_few_args &a, const rfk_product &p, uint32_t row0, bool first,
                         rfk_few_shared<32> &s, float (&sum)[4][N]) {
         const uint32_t kind = RFK_MATRIX;
-        if (kind == RFK_MATRIX_SM80) rfk_direct_tile<TYPE, 32, N>(a, p, row0, first, s, sum);
+        if (kind == RFK_MATRIX_SM80) rfk_direct_tile<TYPE, N>(a, p, row0, first, s, sum);
         else rfk_few_wave<TYPE, 32, N>(a, p, row0, first, s, sum);
     }
 };
@@ -5156,7 +5186,7 @@ RFK_DEVICE float rfk_few_tile(const rfk_few_args &a, const rfk_product &p, uint3
     for (int j = 0; j < 4 * SETS; j++)
         RFK_UNROLL(8)
         for (int i = 0; i < N; i++) sum[j][i] = 0;
-    rfk_few_ways<TYPE, WAVE, N, rfk_direct<TYPE>::is && WAVE == 32>::run(a, p, row0, first, s, sum);
+    rfk_few_ways<TYPE, WAVE, N, NARROW && rfk_direct<TYPE>::is && WAVE == 32>::run(a, p, row0, first, s, sum);
     __syncthreads();
     RFK_UNROLL(8)
     for (int i = 0; i < N; i++) {
@@ -5279,14 +5309,6 @@ typedef uint64_t rfk_mbarrier;
 
 #if defined(RFK_HAS_WGMMA)
 
-/* Commit this thread's copies as a group; wait until at most one group is in flight. */
-#if defined(RFK_SM80)
-RFK_DEVICE void rfk_commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-RFK_DEVICE void rfk_wait_copies_but_one() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
-#else
-RFK_DEVICE void rfk_commit_copies() {}
-RFK_DEVICE void rfk_wait_copies_but_one() {}
-#endif
 struct rfk_wgmma_columns {
     uint32_t x[RFK_WGMMA_COLS]; /* rfk_wgmma_tile.x_row */
 };
