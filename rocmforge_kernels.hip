@@ -5578,13 +5578,17 @@ RFK_DEVICE void rfk_wgmma_fill(const rfk_matmul_args &a, const rfk_product &p, c
             const rfk_wgmma_slot to = rfk_wgmma_find(ring, some + part - tile.first);
             if (to.round > 0) rfk_mbarrier_wait(to.empty, to.round - 1);
             rfk_wgmma_copy_x(a, tile, some + part, to);
+            rfk_unit unpacked[N];
+            RFK_UNROLL(4)
+            for (uint32_t n = 0; n < N; n++) F::unpack(raw[n], 2 * some + odd + n % UNITS * 2, unpacked[n]);
+            const uint32_t next = some + stride < end ? some + stride : some;
+            RFK_UNROLL(4)
+            for (uint32_t n = 0; n < N && part + 1 == UNITS; n++) /* they arrive while the step's are stored */
+                F::fetch(p.w, block[n / UNITS], 2 * next + odd + n % UNITS * 2, raw[n]);
             RFK_UNROLL(4)
             for (uint32_t n = 0; n < N; n++) {
-                const uint32_t row = i + n / UNITS * 64, unit = 2 * some + odd + n % UNITS * 2,
-                               next = some + stride < end ? unit + 2 * stride : unit;
-                rfk_unit v;
-                F::unpack(raw[n], unit, v);
-                if (part + 1 == UNITS) F::fetch(p.w, block[n / UNITS], next, raw[n]);
+                const uint32_t row = i + n / UNITS * 64, unit = 2 * some + odd + n % UNITS * 2;
+                const rfk_unit &v = unpacked[n];
                 RFK_UNROLL(2)
                 for (uint32_t h = 0; h < 2; h++) {
                     if (UNITS == 2 && h != part) continue;
