@@ -4296,8 +4296,10 @@ RFK_DEVICE void rfk_wait_copies_but_one() { asm volatile("cp.async.wait_group 1;
 #define RFK_ASYNC_COPIES 0
 RFK_DEVICE void rfk_copy16(int4 *to, const int4 *from) { *to = *from; }
 RFK_DEVICE void rfk_wait_copies() {}
+#if RFK_MAY_BE(RFK_MATRIX_SM80)
 RFK_DEVICE void rfk_commit_copies() {}
 RFK_DEVICE void rfk_wait_copies_but_one() {}
+#endif
 #endif
 
 RFK_DEVICE const rfk_tiles_args &rfk_tiles(const rfk_tiles_args &t) { return t; }
