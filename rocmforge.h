@@ -28806,13 +28806,15 @@ ROCMFORGE_API rf_result rf_session_sample(rf_session *s, uint32_t i, rf_sampler 
  * before it with the same hash, as LZ77 finds repetitions. */
 
 enum { RFI_MAX_DRAFTS = 15, RFI_DRAFT_CHAIN = 16, RFI_DRAFT_RUN = 64 };
+#define RFI_FIRST_SHARE 0.8 /* guess before drafts were judged: too little is never found out */
 
 /* What steps take. */
 typedef struct rfi_draft_costs {
     uint32_t n_plain;    /* steps since the last with drafts                                       */
     uint32_t n_drafting; /* steps since the last without                                           */
     uint32_t n_probes;   /* times that drafts were tried since they last paid                      */
-    double seconds[RFI_MAX_DRAFTS + 1]; /* of a step with so many drafts; 0: not measured          */
+    double seconds[RFI_MAX_DRAFTS + 1]; /* of a step with so many drafts                           */
+    uint8_t n_seen[RFI_MAX_DRAFTS + 1]; /* how often that was measured, 2 is the most              */
 } rfi_draft_costs;
 
 struct rf_drafter {
@@ -28822,6 +28824,7 @@ struct rf_drafter {
     uint32_t *last;    /* [n_last] by hash: 1 + the last place                                 */
     uint32_t n, capacity, n_last;
     double share;      /* of drafts that are accepted, if those before are                     */
+    uint32_t n_judged; /* drafts that share rests on, few where it is to follow soon           */
     rfi_draft_costs costs; /* of rf_generate                                                   */
     double seconds, plain_seconds; /* of steps with known times; that their tokens take without drafts */
     rf_drafter_stats stats;
@@ -28859,7 +28862,7 @@ ROCMFORGE_API rf_result rf_drafter_open(rf_model *m, const rf_drafter_desc *desc
     if (r != RF_OK) return r;
     rf_drafter *o = (rf_drafter *)rfi_alloc(&d.allocator, 1, sizeof *o, "a drafter", err);
     if (!o) return RF_ERR_MEMORY;
-    *o = (rf_drafter){.desc = d, .share = 0.6};
+    *o = (rf_drafter){.desc = d, .share = RFI_FIRST_SHARE};
     *out = o;
     return RF_OK;
 }
@@ -28950,35 +28953,38 @@ static rf_result rfi_draft_model(const rf_drafter *d, int32_t *drafts, uint32_t 
     return r;
 }
 
-/* Seconds of a step with k drafts: as measured, or on the line between the nearest numbers that were. Above those a
- * draft is guessed to cost a quarter of a step at most: too little is found out when it is tried, too much never. */
+/* Seconds of a step with k drafts: as measured twice, or on the line between the nearest numbers that were. Above those
+ * a draft is guessed to cost a quarter of a step at most: too little is found out when it is tried, too much never. The
+ * first time may hold work that is done once, and so it only lowers the guess. */
 static double rfi_draft_cost(const rfi_draft_costs *c, uint32_t k) {
     const double *s = c->seconds;
     uint32_t below = k, above = k;
-    while (below && s[below] <= 0) below--;
-    while (above <= RFI_MAX_DRAFTS && s[above] <= 0) above++;
+    while (below && c->n_seen[below] < 2) below--;
+    while (above <= RFI_MAX_DRAFTS && c->n_seen[above] < 2) above++;
     if (below == k) return s[k];
-    if (above <= RFI_MAX_DRAFTS) return s[below] + (s[above] - s[below]) * (k - below) / (above - below);
-    return s[below] + (below ? fmin((s[below] - s[0]) / below, s[0] / 4) : s[0] / 4) * (k - below);
+    double guess = s[below] + (below ? fmin((s[below] - s[0]) / below, s[0] / 4) : s[0] / 4) * (k - below);
+    if (above <= RFI_MAX_DRAFTS) guess = fmin(guess, s[below] + (s[above] - s[below]) * (k - below) / (above - below));
+    return c->n_seen[k] ? fmin(guess, s[k]) : guess;
 }
 
 /* How many drafts pay beside n_others rows: with share a accepted, k drafts give 1 + a + ... + a^k tokens for the time
  * of a step. They must gain 3 %, as times are noisy. A step now and then measures what there is without drafts. Where
  * none pays some are tried now and then, ever more seldom: as many as one and a half steps more may buy, for many rows
- * may cost hardly more than two. */
-static uint32_t rfi_drafter_count(const rf_drafter *d, rfi_draft_costs *c, uint32_t n_others, uint32_t max) {
+ * may cost hardly more than two. What these show counts much, as the text may have changed. */
+static uint32_t rfi_drafter_count(rf_drafter *d, rfi_draft_costs *c, uint32_t n_others, uint32_t max) {
     uint32_t best = 0;
     double rate = 0, tokens = n_others, share = 1;
     if (d->desc.fixed) return max;
-    if (c->seconds[0] <= 0 || c->n_drafting >= 64) return 0;
+    if (c->n_seen[0] < 2 || c->n_drafting >= 64) return 0;
     for (uint32_t k = 0; k <= max; k++, share *= d->share) {
         tokens += share;
         const double per_second = tokens / rfi_draft_cost(c, k);
         if (per_second > rate * (best || k == 0 ? 1 : 1.03)) rate = per_second, best = k;
     }
     if (best) c->n_probes = 0;
-    if (best || max == 0 || c->n_plain < 32u << rfi_min_u64(c->n_probes, 5)) return best;
+    if (best || max == 0 || c->n_plain < 16u << rfi_min_u64(c->n_probes, 6)) return best;
     c->n_probes++;
+    if (d->n_judged > 1) d->n_judged = 1;
     for (best = 1; best < max && rfi_draft_cost(c, best + 1) <= 2.5 * c->seconds[0];) best++;
     return best;
 }
@@ -28999,10 +29005,12 @@ static rf_result rfi_drafter_propose(rf_drafter *d, int32_t n_vocab, int32_t *dr
 
 /* A step with n drafts in all took some seconds. */
 static void rfi_draft_costs_learn(rfi_draft_costs *c, uint32_t n, double seconds) {
-    double *mean = &c->seconds[rfi_min_u64(n, RFI_MAX_DRAFTS)];
+    const uint32_t k = (uint32_t)rfi_min_u64(n, RFI_MAX_DRAFTS);
+    double *mean = &c->seconds[k];
     c->n_plain = n ? 0 : c->n_plain + 1;
     c->n_drafting = n ? c->n_drafting + 1 : 0;
-    *mean += (*mean > 0 ? 0.25 : 1) * (seconds - *mean);
+    if (c->n_seen[k] == 2) *mean += 0.25 * (fmin(seconds, 2 * *mean) - *mean); /* one long step says little */
+    else *mean = c->n_seen[k]++ ? fmin(*mean, seconds) : seconds;
 }
 
 /* Of n drafts the model chose n_accepted itself, in a step of some seconds (0: not known), where one without drafts
@@ -29018,8 +29026,8 @@ static void rfi_drafter_learn(rf_drafter *d, uint32_t n, uint32_t n_accepted, do
         d->stats.gain = d->plain_seconds / d->seconds;
     }
     for (uint32_t i = 0; i < n && i <= n_accepted; i++) {
-        const double part = d->stats.drafted < 10 ? 0.25 : 0.03;
-        d->share += part * ((i < n_accepted) - d->share);
+        d->share += ((i < n_accepted) - d->share) / (4 + d->n_judged);
+        if (d->n_judged < 45) d->n_judged++;
     }
 }
 
