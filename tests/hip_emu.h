@@ -115,8 +115,6 @@ void hip_emu_guard(void *p, size_t n, int on);
 
 #ifdef HIP_EMU_ASAN
 extern "C" {
-void __sanitizer_start_switch_fiber(void **fake_stack_save, const void *bottom, size_t size);
-void __sanitizer_finish_switch_fiber(void *fake_stack_save, const void **bottom_old, size_t *size_old);
 void __asan_poison_memory_region(void const volatile *addr, size_t size);
 void __asan_unpoison_memory_region(void const volatile *addr, size_t size);
 }
@@ -155,13 +153,8 @@ static void hip_emu_die(const char *what) {
 
 /* ---- fibers ---- */
 
-/* A stack that can be left and continued. To ThreadSanitizer all fibers of an OS thread are that thread. */
-struct hip_emu_context {
-    void *sp;
-    void *fake; /* AddressSanitizer's */
-    const void *bottom;
-    size_t size_bytes;
-};
+/* A stack that can be left and continued: its stack pointer is kept. To sanitizers all fibers of an OS thread are that thread:
+ * telling AddressSanitizer of each change of stacks takes longer than the change, and kernels have no exceptions. */
 
 #if defined(__x86_64__)
 extern "C" void hip_emu_swap(void **save_sp, void *sp);
@@ -211,30 +204,39 @@ static void *hip_emu_first_sp(char *top, void (*entry)(void)) {
 }
 #endif
 
-HIP_EMU_UNCHECKED static void hip_emu_jump(hip_emu_context *from, hip_emu_context *to) {
-#ifdef HIP_EMU_ASAN
-    __sanitizer_start_switch_fiber(&from->fake, to->bottom, to->size_bytes);
-#endif
-    hip_emu_swap(&from->sp, to->sp);
-#ifdef HIP_EMU_ASAN
-    __sanitizer_finish_switch_fiber(from->fake, nullptr, nullptr);
-#endif
-}
-
 /* ---- a block in progress ---- */
 
-struct hip_emu_wave {
-    unsigned size, arrived, finished, round;
-    unsigned kind;          /* what the first lane to arrive does */
-    uint64_t value[2][64];  /* two rounds: a fast lane may be one ahead */
-};
-
+struct hip_emu_wave;
 struct hip_emu_fiber {
-    hip_emu_context context;
+    void *sp;
     dim3 thread;
     unsigned lane;
     hip_emu_wave *wave;
-    bool finished;
+    hip_emu_fiber *next; /* in the queue that it waits in */
+};
+
+struct hip_emu_queue { hip_emu_fiber *first, *last; };
+
+HIP_EMU_UNCHECKED static inline void hip_emu_append(hip_emu_queue *q, hip_emu_fiber *f) {
+    f->next = nullptr;
+    if (q->first) q->last->next = f;
+    else q->first = f;
+    q->last = f;
+}
+HIP_EMU_UNCHECKED static inline void hip_emu_append_all(hip_emu_queue *to, hip_emu_queue *from) {
+    if (!from->first) return;
+    if (to->first) to->last->next = from->first;
+    else to->first = from->first;
+    to->last = from->last;
+    from->first = nullptr;
+}
+
+struct hip_emu_wave {
+    unsigned size, arrived, finished, round;
+    unsigned kind;               /* what the first lane to arrive does */
+    hip_emu_queue waiting;       /* for the other lanes */
+    uint64_t value[2][64];       /* two rounds: a fast lane may be one ahead */
+    alignas(4) unsigned char operands[2][64][128]; /* of matrix units: see hip_emu_product */
 };
 
 struct hip_emu_shared_block {
@@ -248,30 +250,21 @@ static const unsigned hip_emu_max_threads = 1024;
 
 /* One per OS thread: its fibers, and the block they run. */
 struct hip_emu_machine {
-    hip_emu_context main;
+    void *main_sp;
     std::vector<hip_emu_fiber> fibers;
     std::vector<char *> stacks;
-    std::vector<unsigned> next; /* order in which fibers take turns: a ring */
     std::vector<hip_emu_wave> waves;
+    hip_emu_queue ready, waiting; /* to run, and for __syncthreads */
     std::vector<hip_emu_shared_block> shared;
     size_t dynamic_bytes; /* of shared memory, asked for by the launch */
     hip_emu_fiber *self;
     dim3 grid, block, index;
-    unsigned n_threads, n_finished, arrived, round, idle;
+    unsigned n_threads, n_finished, arrived, idle;
     const std::function<void()> *body;
 
-    hip_emu_machine() : dynamic_bytes(0), self(nullptr), n_threads(0), n_finished(0), arrived(0), round(0), idle(0), body(nullptr) {
-        memset(&main, 0, sizeof main);
+    hip_emu_machine() : main_sp(nullptr), dynamic_bytes(0), self(nullptr), n_threads(0), n_finished(0), arrived(0), idle(0), body(nullptr) {
+        ready.first = waiting.first = nullptr;
         fibers.reserve(hip_emu_max_threads);
-        pthread_attr_t attr;
-        void *bottom = nullptr;
-        size_t size = 0;
-        if (pthread_getattr_np(pthread_self(), &attr) == 0) {
-            pthread_attr_getstack(&attr, &bottom, &size);
-            pthread_attr_destroy(&attr);
-        }
-        main.bottom = bottom;
-        main.size_bytes = size;
     }
     ~hip_emu_machine() {
         for (size_t i = 0; i < stacks.size(); i++) munmap(stacks[i], hip_emu_stack_bytes + 4096);
@@ -287,77 +280,78 @@ static thread_local hip_emu_machine *hip_emu_here; /* of the running block; mach
 #define blockDim (hip_emu_here->block)
 #define gridDim (hip_emu_here->grid)
 
-/* Let the next fiber run. Everybody waiting and nobody arriving is a barrier or shuffle that not all
- * threads reach. */
+/* The first fiber that is ready runs; this one goes on when somebody made it ready and its turn has come. */
+HIP_EMU_UNCHECKED static void hip_emu_run_next(hip_emu_machine *m) {
+    hip_emu_fiber *from = m->self, *to = m->ready.first;
+    if (!to) hip_emu_die("deadlock: a barrier or shuffle that not every thread reaches");
+    m->ready.first = to->next;
+    m->self = to;
+    if (to != from) hip_emu_swap(&from->sp, to->sp);
+}
+
+/* Let the others run, and look again: at what they may change without a barrier. */
 HIP_EMU_UNCHECKED static void hip_emu_yield() {
     hip_emu_machine *m = hip_emu_here;
-    if (++m->idle > 2 * m->n_threads + 2) hip_emu_die("deadlock: a barrier or shuffle that not every thread reaches");
-    unsigned i = static_cast<unsigned>(m->self - m->fibers.data());
-    hip_emu_fiber *from = m->self;
-    do i = m->next[i];
-    while (m->fibers[i].finished);
-    if (&m->fibers[i] == from) return;
-    m->self = &m->fibers[i];
-    hip_emu_jump(&from->context, &m->self->context);
+    if (++m->idle > 2 * m->n_threads + 2) hip_emu_die("deadlock: threads wait for what no other does");
+    hip_emu_append(&m->ready, m->self);
+    hip_emu_run_next(m);
 }
 
 static void hip_emu_entry() {
-#ifdef HIP_EMU_ASAN
-    __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr);
-#endif
     for (;;) {
         hip_emu_machine *m = hip_emu_here;
         hip_emu_fiber *f = m->self;
         (*m->body)();
         if (m->arrived) hip_emu_die("a thread left its kernel while others wait at __syncthreads");
         if (f->wave->arrived) hip_emu_die("a lane left its kernel while others of its wave wait in a shuffle");
-        f->finished = true;
         f->wave->finished++;
         m->idle = 0;
-        if (++m->n_finished == m->n_threads) {
-            hip_emu_jump(&f->context, &m->main);
-        } else {
-            unsigned i = static_cast<unsigned>(f - m->fibers.data());
-            do i = m->next[i];
-            while (m->fibers[i].finished);
-            m->self = &m->fibers[i];
-            hip_emu_jump(&f->context, &m->self->context);
-        }
+        if (++m->n_finished == m->n_threads) hip_emu_swap(&f->sp, m->main_sp);
+        else hip_emu_run_next(m);
     }
 }
 
 HIP_EMU_UNCHECKED static void __syncthreads() {
     hip_emu_machine *m = hip_emu_here;
     if (m->n_finished) hip_emu_die("__syncthreads after a thread of the block has left");
+    m->idle = 0;
     if (++m->arrived == m->n_threads) {
         m->arrived = 0;
-        m->round++;
-        m->idle = 0;
+        hip_emu_append_all(&m->ready, &m->waiting);
         return;
     }
-    m->idle = 0;
-    for (unsigned round = m->round; m->round == round;) hip_emu_yield();
+    hip_emu_append(&m->waiting, m->self);
+    hip_emu_run_next(m);
 }
 
-/* Every lane gives a value and gets those of all. `kind` must be the same for all lanes. */
-HIP_EMU_UNCHECKED static const uint64_t *hip_emu_exchange(uint64_t value, unsigned kind) {
-    hip_emu_wave *w = hip_emu_here->self->wave;
-    unsigned round = w->round;
+/* Every lane waits for all others of its wave. `kind` must be the same for all lanes. */
+HIP_EMU_UNCHECKED static void hip_emu_meet(unsigned kind) {
+    hip_emu_machine *m = hip_emu_here;
+    hip_emu_wave *w = m->self->wave;
     if (w->finished) hip_emu_die("a shuffle after a lane of the wave has left");
     if (w->arrived == 0) w->kind = kind;
     else if (w->kind != kind) hip_emu_die("lanes of a wave are in different shuffles");
-    w->value[round & 1][hip_emu_here->self->lane] = value;
-    hip_emu_here->idle = 0;
+    m->idle = 0;
     if (++w->arrived == w->size) {
         w->arrived = 0;
         w->round++;
+        hip_emu_append_all(&m->ready, &w->waiting);
     } else {
-        while (w->round == round) hip_emu_yield();
+        hip_emu_append(&w->waiting, m->self);
+        hip_emu_run_next(m);
     }
-    return w->value[round & 1];
 }
 
-template <class T> static T __shfl_xor(T v, int mask, int width) {
+/* Every lane gives a value and gets those of all. */
+HIP_EMU_UNCHECKED static const uint64_t *hip_emu_exchange(uint64_t value, unsigned kind) {
+    hip_emu_fiber *f = hip_emu_here->self;
+    uint64_t *all = f->wave->value[f->wave->round & 1];
+    all[f->lane] = value;
+    hip_emu_meet(kind);
+    return all;
+}
+
+template <class T> HIP_EMU_UNCHECKED static T __shfl_xor(T v, int mask, int width) {
     uint64_t bits = 0;
     memcpy(&bits, &v, sizeof v);
     unsigned lane = hip_emu_here->self->lane, from = lane ^ static_cast<unsigned>(mask),
@@ -369,7 +363,7 @@ template <class T> static T __shfl_xor(T v, int mask, int width) {
     return v;
 }
 
-template <class T> static T __shfl(T v, int from, int width) {
+template <class T> HIP_EMU_UNCHECKED static T __shfl(T v, int from, int width) {
     uint64_t bits = 0;
     memcpy(&bits, &v, sizeof v);
     unsigned size = hip_emu_here->self->wave->size;
@@ -519,19 +513,21 @@ template <unsigned PER_WORD> struct hip_emu_wmma12 {
 struct hip_emu_s8 {
     enum { per_word = 4, kind = 1 };
     typedef int exact;
+    typedef int element;
     HIP_EMU_UNCHECKED static int value(uint32_t word, unsigned i) { return static_cast<signed char>(word >> (8 * i)); }
 };
 template <bool SUBNORMALS> struct hip_emu_f16 {
     enum { per_word = 2, kind = 2 };
     typedef double exact;
-    HIP_EMU_UNCHECKED static double value(uint32_t word, unsigned i) {
+    typedef float element;
+    HIP_EMU_UNCHECKED static float value(uint32_t word, unsigned i) {
         unsigned h = word >> (16 * i) & 0xffff, exponent = h >> 10 & 31;
         uint32_t bits = (h & 0x7fff) << 13; /* the same fields of a float, whose exponents are 112 higher */
         float small;
         memcpy(&small, &bits, 4);
-        double f = exponent == 31                ? (h & 0x3ff ? static_cast<double>(NAN) : static_cast<double>(INFINITY))
-                   : exponent == 0 && !SUBNORMALS ? 0
-                                                  : static_cast<double>(small) * 5192296858534827628530496329220096.0;
+        float f = exponent == 31                ? (h & 0x3ff ? static_cast<float>(NAN) : static_cast<float>(INFINITY))
+                  : exponent == 0 && !SUBNORMALS ? 0
+                                                 : small * 5192296858534827628530496329220096.0f;
         return h & 0x8000 ? -f : f;
     }
 };
@@ -539,47 +535,49 @@ template <bool SUBNORMALS> struct hip_emu_f16 {
 template <bool SUBNORMALS> struct hip_emu_bf16 {
     enum { per_word = 2, kind = 2 };
     typedef double exact;
-    HIP_EMU_UNCHECKED static double value(uint32_t word, unsigned i) {
+    typedef float element;
+    HIP_EMU_UNCHECKED static float value(uint32_t word, unsigned i) {
         uint32_t bits = word >> (16 * i) << 16;
         float f;
         memcpy(&f, &bits, 4);
-        return SUBNORMALS || (bits & 0x7f800000) ? static_cast<double>(f) : 0;
-    }
-};
-
-/* The operand of the whole wave. */
-template <class E, unsigned WORDS, unsigned COPIES> struct hip_emu_operand {
-    uint32_t words[64][WORDS];
-    HIP_EMU_UNCHECKED hip_emu_operand(const void *mine, unsigned kind) {
-        unsigned size = hip_emu_here->self->wave->size, each = size / COPIES;
-        for (unsigned w = 0; w < WORDS; w++) {
-            uint32_t word;
-            memcpy(&word, static_cast<const char *>(mine) + 4 * w, 4);
-            const uint64_t *all = hip_emu_exchange(word, kind + w);
-            for (unsigned l = 0; l < size; l++) {
-                if (l >= each && all[l] != all[l - each]) hip_emu_die("a matrix operand differs between the lanes that repeat it");
-                words[l][w] = static_cast<uint32_t>(all[l]);
-            }
-        }
-    }
-    HIP_EMU_UNCHECKED typename E::exact at(hip_emu_place p) const {
-        return E::value(words[p.lane][p.element / E::per_word], p.element % E::per_word);
+        return SUBNORMALS || (bits & 0x7f800000) ? f : 0;
     }
 };
 
 static int hip_emu_wrong_kinds = getenv("HIP_EMU_WRONG_UNITS") ? atoi(getenv("HIP_EMU_WRONG_UNITS")) : 0;
 
-/* d[i] = c[i] + the product's element that this lane's result i is. */
+/* Each lane's elements of an operand as numbers, one after the other. */
+template <class E, unsigned WORDS>
+HIP_EMU_UNCHECKED static void hip_emu_spread(typename E::element *to, const void *mine) {
+    for (unsigned w = 0; w < WORDS; w++) {
+        uint32_t word;
+        memcpy(&word, static_cast<const char *>(mine) + 4 * w, 4);
+        for (unsigned i = 0; i < E::per_word; i++) to[w * E::per_word + i] = E::value(word, i);
+    }
+}
+
+/* d[i] = c[i] + the product's element that this lane's result i is. Lanes give their elements of A, then of B, and read all. */
 template <class L, class E, class R>
 HIP_EMU_UNCHECKED static void hip_emu_product(R *d, const void *a, const void *b, const R *c) {
-    unsigned lane = hip_emu_here->self->lane;
-    if (hip_emu_here->self->wave->size != L::lanes) hip_emu_die("a matrix instruction for waves of another size");
-    hip_emu_operand<E, L::a_words, L::copies> all_a(a, 0x20000);
-    hip_emu_operand<E, L::b_words, L::copies> all_b(b, 0x20100);
+    typedef typename E::element element;
+    enum { n_a = L::a_words * E::per_word, n_b = L::b_words * E::per_word };
+    static_assert(n_a + n_b <= 32 && sizeof(element) == 4, "operands of a lane");
+    hip_emu_wave *wave = hip_emu_here->self->wave;
+    const unsigned lane = hip_emu_here->self->lane, round = wave->round & 1, each = L::lanes / L::copies;
+    if (wave->size != L::lanes) hip_emu_die("a matrix instruction for waves of another size");
+    element(*all)[32] = reinterpret_cast<element(*)[32]>(wave->operands[round]);
+    hip_emu_spread<E, L::a_words>(all[lane], a);
+    hip_emu_spread<E, L::b_words>(all[lane] + n_a, b);
+    hip_emu_meet(0x30000);
+    if (lane >= each && memcmp(all[lane], all[lane - each], (n_a + n_b) * sizeof(element)))
+        hip_emu_die("a matrix operand differs between the lanes that repeat it");
     for (unsigned i = 0; i < L::results; i++) {
         hip_emu_cell cell = L::d(lane, hip_emu_wrong_kinds & E::kind ? (i + 1) % L::results : i);
         typename E::exact sum = 0;
-        for (unsigned k = 0; k < L::depth; k++) sum += all_a.at(L::a(cell.row, k)) * all_b.at(L::b(k, cell.column));
+        for (unsigned k = 0; k < L::depth; k++) {
+            const hip_emu_place p = L::a(cell.row, k), q = L::b(k, cell.column);
+            sum += static_cast<typename E::exact>(all[p.lane][p.element]) * all[q.lane][n_a + q.element];
+        }
         d[i] = c[i] + static_cast<R>(sum);
     }
 }
@@ -659,7 +657,7 @@ template <bool F16> HIP_EMU_UNCHECKED static float hip_emu_wgmma_value(const voi
     uintptr_t at = reinterpret_cast<uintptr_t>(operand) + row / 8 * 1024 + row % 8 * 128 + 2 * k;
     at ^= (at >> 7 & 7) << 4;
     const uint16_t *value = reinterpret_cast<const uint16_t *>(at);
-    return static_cast<float>(F16 ? hip_emu_f16<true>::value(*value, 0) : hip_emu_bf16<true>::value(*value, 0));
+    return F16 ? hip_emu_f16<true>::value(*value, 0) : hip_emu_bf16<true>::value(*value, 0);
 }
 template <int COLS, bool F16>
 HIP_EMU_UNCHECKED static void hip_emu_wgmma_m64k16(float *d, const void *a, const void *b, int add) {
@@ -1193,26 +1191,21 @@ static void hip_emu_add_fiber(hip_emu_machine *m) {
         mmap(nullptr, hip_emu_stack_bytes + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (stack == MAP_FAILED || mprotect(stack, 4096, PROT_NONE)) hip_emu_die("no memory for a fiber's stack");
     m->stacks.push_back(static_cast<char *>(stack));
-    hip_emu_fiber f;
-    memset(&f.context, 0, sizeof f.context);
-    f.context.bottom = static_cast<char *>(stack) + 4096;
-    f.context.size_bytes = hip_emu_stack_bytes;
-    f.context.sp = hip_emu_first_sp(static_cast<char *>(stack) + 4096 + hip_emu_stack_bytes, hip_emu_entry);
+    hip_emu_fiber f = hip_emu_fiber();
+    f.sp = hip_emu_first_sp(static_cast<char *>(stack) + 4096 + hip_emu_stack_bytes, hip_emu_entry);
     m->fibers.push_back(f);
 }
 
-/* Threads take turns forward, backward, or in a scattered order: what only works in one order is a race. */
-static unsigned hip_emu_make_ring(hip_emu_machine *m, unsigned n, uint64_t launch) {
+/* Threads begin forward, backward, or in a scattered order: what only works in one order is a race. */
+static unsigned hip_emu_step(unsigned n, uint64_t launch) {
     unsigned step = launch % 3 == 0 ? 1 : launch % 3 == 1 ? n - 1 : 7;
-    while (step > 1) { /* coprime to n, so that the ring has all */
+    while (step > 1) { /* coprime to n, so that all have a turn */
         unsigned a = n, b = step;
         while (b) { unsigned t = a % b; a = b; b = t; }
         if (a == 1) break;
         step--;
     }
-    m->next.resize(n);
-    for (unsigned i = 0; i < n; i++) m->next[i] = (i + step) % n;
-    return launch % 3 == 1 ? n - 1 : 0;
+    return step;
 }
 
 static void hip_emu_run(dim3 grid, dim3 block, size_t dynamic_bytes, unsigned wave,
@@ -1231,7 +1224,8 @@ static void hip_emu_run(dim3 grid, dim3 block, size_t dynamic_bytes, unsigned wa
     m->n_threads = n;
     m->body = &body;
     m->waves.resize((n + wave - 1) / wave);
-    unsigned first = hip_emu_make_ring(m, n, ++hip_emu().launches);
+    const uint64_t launch = ++hip_emu().launches;
+    const unsigned step = hip_emu_step(n, launch), first = launch % 3 == 1 ? n - 1 : 0;
     for (unsigned i = 0; i < n; i++) {
         m->fibers[i].thread = dim3(i % block.x, i / block.x % block.y, i / block.x / block.y);
         m->fibers[i].lane = i % wave;
@@ -1242,14 +1236,16 @@ static void hip_emu_run(dim3 grid, dim3 block, size_t dynamic_bytes, unsigned wa
         m->index = dim3(static_cast<unsigned>(b % grid.x), static_cast<unsigned>(b / grid.x % grid.y),
                         static_cast<unsigned>(b / grid.x / grid.y));
         m->n_finished = m->arrived = m->idle = 0;
-        for (unsigned i = 0; i < n; i++) m->fibers[i].finished = false;
+        for (unsigned i = 0, turn = first; i < n; i++, turn = (turn + step) % n) hip_emu_append(&m->ready, &m->fibers[turn]);
         for (size_t w = 0; w < m->waves.size(); w++) {
             m->waves[w].size =
                 n - static_cast<unsigned>(w) * wave < wave ? n - static_cast<unsigned>(w) * wave : wave;
             m->waves[w].arrived = m->waves[w].finished = 0;
+            m->waves[w].waiting.first = nullptr;
         }
-        m->self = &m->fibers[first];
-        hip_emu_jump(&m->main, &m->self->context);
+        m->self = m->ready.first;
+        m->ready.first = m->self->next;
+        hip_emu_swap(&m->main_sp, m->self->sp);
         for (size_t i = 0; i < m->shared.size(); i++) free(m->shared[i].memory);
         m->shared.clear();
     }

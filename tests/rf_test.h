@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 static int rft_passed, rft_failed, rft_skipped, rft_bad;
 static const char *rft_filter, *rft_suite;
@@ -66,7 +67,10 @@ static int rft_wanted(const char *name, int slow) {
 static void rft_run(const char *name, void (*test)(void), int slow) {
     if (!rft_wanted(name, slow)) return;
     rft_bad = 0;
+    clock_t start = clock();
     test();
+    double seconds = (double)(clock() - start) / CLOCKS_PER_SEC;
+    if (seconds >= 1) printf("  %s: cpu %.0f s\n", name, seconds);
     if (rft_bad) rft_failed++, printf("  FAIL %s (%d)\n", name, rft_bad);
     else rft_passed++;
     fflush(stdout);
