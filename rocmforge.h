@@ -48,6 +48,7 @@
  *   thoughts and calls in a text       rf_answer_open
  *   JSON, a schema, a grammar          rf_grammar_open; rf_generate_desc.grammar, rf_sampler_desc.grammar
  *   faster by drafts (speculation)     rf_drafter_open; rf_generate_desc.drafter, rf_request.drafter
+ *   drafts of the model's MTP head     rf_model_desc.mtp, rf_session_desc.mtp, rf_drafter_desc.mtp
  *   limit or ban tokens                rf_sampler_desc.bias, or logits_fn, which sees and changes the logits
  *   against repetition                 rf_sampler_desc: DRY, penalties; rf_dry_breakers_find
  *   the same text again                rf_sampler_desc.seed; temperature 0 is greedy
@@ -518,6 +519,9 @@ typedef struct rf_model_desc {
                                    GPU the first session that asks for it starts one thread per core, for all
                                    sessions and until the device is closed; on the CPU the device's threads do it */
     uint32_t expert_prefetch;   /* 1: idle readers fill free room in the expert cache, the likeliest first  */
+    uint32_t mtp;               /* 1: the file's head for multi-token prediction (MTP) in place of the model, for
+                                   rf_drafter_desc.mtp. It has its own copies of the embedding and the output matrix
+                                   where the device needs copies. Known are those of qwen35, qwen35moe, qwen3next */
 } rf_model_desc;
 
 typedef struct rf_model_info {
@@ -548,7 +552,8 @@ typedef struct rf_model_info {
  * Returns RF_OK; RF_ERR_UNSUPPORTED (architecture, tensor type, feature: by name); RF_ERR_FORMAT; RF_ERR_NOT_FOUND
  * (a tensor or key is missing: the text lists the names tried); RF_ERR_ARGUMENT (a policy); RF_ERR_MEMORY;
  * RF_ERR_DEVICE. The pre-tokenizer is not checked before rf_model_get_tokenizer.
- * Models of one rf_gguf on one device share their weights, and the loading fields of the first one's desc.
+ * Models of one rf_gguf on one device share their weights, and the loading fields of the first one's desc; MTP heads
+ * share theirs.
  * Memory at most 32 x metadata bytes + 256 KiB, with file and tokenizer, whatever the file claims; about 180 bytes more
  * for each matrix, of which a tensor of experts has one for each, when the first session is opened or something is
  * loaded.   Cost O(metadata).
@@ -653,6 +658,8 @@ typedef struct rf_session_desc {
                               kept fewer. The logits are the same bits.                                          */
     uint32_t n_snapshots;  /* recurrent models: older states that a sequence keeps, to be cut back to; 0 = 4, or
                               1 if n_seq_max > 1                                                                 */
+    uint32_t mtp;          /* 1: for rf_drafter_desc.mtp: hidden rows of all tokens come to the host, n_embd floats
+                              each, as a model whose file has an MTP head needs for it                           */
 } rf_session_desc;
 
 typedef struct rf_forecast {
@@ -704,7 +711,8 @@ typedef struct rf_token_row {
     int32_t seq;           /* 0 .. n_seq_max-1                                                             */
     int32_t pos;           /* must be the sequence's length; RF_POS_NEXT = that                            */
     int32_t want_logits;   /* 1: keep this row's logits                                                    */
-    const float *embedding;/* [n_embd] instead of a token, or NULL; read during the call only              */
+    const float *embedding;/* [n_embd] instead of a token, or NULL; read during the call only. MTP head: beside a
+                              token, the hidden row of the token before it                                 */
 } rf_token_row;
 
 #define RF_POS_NEXT (-1)
@@ -1300,7 +1308,7 @@ typedef struct rf_drafter rf_drafter;
  * Returns how many were written; 0: none. An id out of range ends them. */
 typedef uint32_t (*rf_draft_fn)(const int32_t *tokens, uint32_t n_tokens, int32_t *drafts, uint32_t max, void *user);
 
-/* Where drafts come from. The first of these that has any gives them all: n-grams, fn, the draft model. */
+/* Where drafts come from. The first of these that has any gives them all: n-grams, fn, draft model, MTP head. */
 typedef struct rf_drafter_desc {
     uint32_t max_drafts;  /* of a step: 1 to 15; 0 = 8                                                              */
     uint32_t fixed;       /* 1: as many in every step; 0: as many as pay, judged by what was accepted and how long steps
@@ -1311,6 +1319,8 @@ typedef struct rf_drafter_desc {
     void *user;           /* of fn                                                                                  */
     rf_session *session;  /* of a draft model with the same vocabulary, or NULL: its greedy tokens. Borrowed until
                              rf_drafter_close; its sequence 0 is overwritten. Not the session that the drafts are for */
+    rf_session *mtp;      /* of the model's own MTP head (rf_model_desc.mtp), or NULL: its greedy tokens. Likewise; the
+                             session that the drafts are for has rf_session_desc.mtp                                  */
     rf_allocator allocator;
 } rf_drafter_desc;
 
@@ -1331,7 +1341,8 @@ typedef struct rf_drafter_stats {
  *   desc  in   NULL = defaults: n-grams;   out  the object, NULL on failure
  * Returns RF_OK; RF_ERR_ARGUMENT (also: the draft model's vocabulary differs, the text says where); RF_ERR_MEMORY;
  * errors of rf_model_get_tokenizer.
- * Memory 16 bytes per token of the longest context.   Cost O(vocabulary) with a draft model. N-grams cost O(1) a token.
+ * Memory 16 bytes per token of the longest context, with an MTP head n_batch hidden rows.   Cost O(vocabulary) with a
+ * draft model. N-grams cost O(1) a token.
  * Threads: one call at a time per object. */
 ROCMFORGE_API rf_result rf_drafter_open(rf_model *m, const rf_drafter_desc *desc, rf_drafter **out, rf_error *err);
 ROCMFORGE_API rf_result rf_drafter_close(rf_drafter *d, rf_error *err);
@@ -2081,7 +2092,7 @@ typedef struct rf_plan {
     uint32_t n_layers, n_embd, n_vocab;
     uint32_t logits, argmax;       /* buffers; RF_NONE: an encoder             */
     uint32_t hidden;               /* buffer: what the output matrix reads     */
-    uint32_t ngrams;               /* buffer that the host writes before each step; RF_NONE: there is none */
+    uint32_t given;                /* buffer that the host writes before each step; RF_NONE: there is none */
 } rf_plan;
 
 /* The weight that has a matrix in a slot, which is < n_slots. */
@@ -7197,13 +7208,14 @@ static rf_result rfi_store_open(rf_gguf *g, rf_device *d, rf_plan *plan, const r
     return r;
 }
 
-/* This file's store on this device: another model's, or a new one. The plan becomes the store's, or is freed. */
+/* This file's store on this device, for models or for MTP heads: another one's, or a new one. The plan becomes the
+ * store's, or is freed. */
 static rf_result rfi_device_get_store(rf_device *d, rf_gguf *g, rf_plan *plan, const rf_model_desc *desc,
                                       const rf_model *owner, rfi_store **out, rf_error *err) {
     rf_result r = RF_OK;
     rfi_monitor_lock(&d->monitor);
     rfi_store *s = d->stores;
-    while (s && s->g != g) s = s->next;
+    while (s && (s->g != g || !s->desc.mtp != !desc->mtp)) s = s->next;
     if (s) {
         rfi_plan_free(rfi_gguf_allocator(g), plan);
     } else if ((r = rfi_store_open(g, d, plan, desc, &s, err)) == RF_OK) {
@@ -7500,6 +7512,7 @@ typedef struct rfi_arch {
     uint8_t normed_residual;  /* x = residual_scale * norm(x) + attention or FFN of norm(x)                   */
     uint8_t indexer;          /* attention to the attention.indexer.top_k best positions only; rfi_indexer    */
     uint8_t both_ways;        /* attention to all positions, as if attention.causal were false                */
+    uint8_t mtp;              /* the graph of its MTP head is known: rfi_emit_mtp                              */
 
     /* encoders: attention to all positions, hidden states but no logits */
     uint8_t encoder;          /* 1; 2: the tensors of layers begin with "enc."                                */
@@ -7570,7 +7583,8 @@ typedef struct rfi_config {
     uint32_t temperature_length;
     double alibi;                     /* 0: rope                                    */
     double clamp;                     /* of queries, keys and values; 0: none       */
-    uint32_t n_blocks;                /* layers in the file: n_layers, then unused MTP layers */
+    uint32_t n_blocks;                /* layers in the file: n_layers, then MTP layers */
+    int is_mtp;                       /* the MTP head alone: n_layers is n_blocks   */
     rfi_layer_config *layers;         /* [n_layers]                                 */
     rfi_moe_config moe;
     rfi_mla_config mla, swa_mla;
@@ -8639,8 +8653,23 @@ static void rfi_config_pooling(rfi_key_reader *k, rfi_config *c) {
     if (c->n_buckets % 2) rfi_key_fail(k, RF_ERR_FORMAT, "want an even number, found %u", c->n_buckets);
 }
 
-/* Read everything. c->layers is allocated with the file's allocator, also on failure; the caller frees it. */
-static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err) {
+/* The layers of the head: those of the file, of which its own, the last one, has attention. */
+static void rfi_config_mtp(rfi_key_reader *k, rfi_config *c, uint32_t n_mtp) {
+    const char *path = rfi_gguf_path(k->g);
+    if (k->result != RF_OK) return;
+    if (n_mtp == 0)
+        k->result = rfi_fail(k->err, RF_ERR_NOT_FOUND, 0, "%s: it has no MTP head (%s.nextn_predict_layers)", path,
+                             c->arch->name);
+    else if (n_mtp > 1 || !c->arch->mtp)
+        k->result = rfi_fail(k->err, RF_ERR_UNSUPPORTED, 0, "%s: %u MTP heads of a %s model are not supported", path,
+                             n_mtp, c->arch->name);
+    c->is_mtp = 1;
+    c->n_layers = c->n_blocks;
+}
+
+/* Read everything, of the model or of its MTP head. c->layers is allocated with the file's allocator, also on failure;
+ * the caller frees it. */
+static rf_result rfi_config_read(const rf_gguf *g, int is_mtp, rfi_config *c, rf_error *err) {
     static const rfi_uint_key n_layers = {"block_count", 1, ROCMFORGE_MAX_LAYERS, 0, 1},
                               n_embd = {"embedding_length", 1, 1 << 20, 0, 1},
                               n_ctx = {"context_length", 1, UINT32_MAX, 0, 1};
@@ -8654,6 +8683,7 @@ static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err)
     const rfi_uint_key mtp = {"nextn_predict_layers", 0, c->n_blocks - 1, 0, 0};
     if (arch->moe || arch->recurrent) rfi_key_uint(k, &mtp, &n_mtp);
     c->n_layers = c->n_blocks - n_mtp;
+    if (is_mtp) rfi_config_mtp(k, c, n_mtp);
     rfi_key_uint(k, &n_embd, &c->n_embd);
     rfi_key_uint(k, &n_ctx, &c->n_ctx_train);
     rfi_key_real(k, arch->layer_norm ? "attention.layer_norm_epsilon" : "attention.layer_norm_rms_epsilon", 0, 0,
@@ -8686,6 +8716,7 @@ static rf_result rfi_config_read(const rf_gguf *g, rfi_config *c, rf_error *err)
     rfi_config_rope_pattern(k, c);
     if (arch->moe) rfi_config_experts(k, c);
     if (arch->recurrent) rfi_config_recurrent(k, c);
+    if (is_mtp) c->layers[c->n_layers - 1].recurrent = 0;
     if (k->result != RF_OK) return k->result;
 
     rfi_config_heads(k, c);
@@ -8729,7 +8760,7 @@ typedef struct rfi_builder {
     rf_result result; /* the first failure; after it nothing is appended               */
     rf_op dropped;    /* emitters write here after a failure, and so need no checks    */
     int32_t layer;    /* being emitted                                                 */
-    uint32_t logits, argmax, hidden, ngrams; /* buffers                                */
+    uint32_t logits, argmax, hidden, given; /* buffers                                 */
 } rfi_builder;
 
 /* Append room for `more` items, growing by doubling; NULL once the builder failed. */
@@ -9130,7 +9161,7 @@ static rfi_rope rfi_rope_table(rfi_builder *b, const rfi_rope_config *r) {
     X(wide_part, TOKENS)   /* [n_streams, n_embd] what n-grams add; AltUp: what is added or matched  */ \
     X(low, TOKENS)         /* [stream_rank] what the gates are made from; LAuReL's, or a router's    */ \
     X(inject, TOKENS)      /* [n_streams] how much of x each stream receives, or HYPER's, AltUp's weights */ \
-    X(ngrams, TOKENS)      /* [n_heads, width] embeddings of n-grams, from the host                  */ \
+    X(given, TOKENS)       /* from the host: [n_heads, width] embeddings of n-grams; MTP head: [n_embd]  */ \
     X(xl, LOGITS)          /* [n_embd] rows of x that want logits                                    */ \
     X(logits, LOGITS)      /* [n_vocab]                                                              */ \
     X(argmax, LOGITS)      /* [1]                                                                    */
@@ -10143,10 +10174,10 @@ static void rfi_emit_ngrams(rfi_builder *b, const rfi_decoder *d) {
     const rfi_config *c = b->c;
     const rfi_ngram_config *g = &c->ngram;
     const uint32_t n = c->n_streams, all = n * c->n_embd, n_in = g->n_heads * g->width;
-    rfi_emit_matmul(b, d->wide_gate, d->ngrams, rfi_bind_matrix(b, "ple_key", n_in, all, NULL), all, 0);
+    rfi_emit_matmul(b, d->wide_gate, d->given, rfi_bind_matrix(b, "ple_key", n_in, all, NULL), all, 0);
     rfi_emit_norm(b, d->wide_gate, d->wide_gate, "ple_norm_key", c->n_embd, n, RF_OP_EACH_HEAD);
     rfi_emit_norm(b, d->wide_norm, d->wide, "ple_norm_query", c->n_embd, n, RF_OP_EACH_HEAD);
-    rfi_emit_matmul(b, d->y, d->ngrams, rfi_bind_matrix(b, "ple_value", n_in, c->n_embd, NULL), c->n_embd, 0);
+    rfi_emit_matmul(b, d->y, d->given, rfi_bind_matrix(b, "ple_value", n_in, c->n_embd, NULL), c->n_embd, 0);
     rfi_emit_spread(b, d->wide_part, d->y, d->wide_gate, d->wide_norm, 0);
     rfi_emit_mix(b, d->wide, d->wide_part, RF_NONE, 1, RF_OP_ACCUMULATE)->mix.n = all;
     rfi_emit_norm(b, d->wide_part, d->wide_part, "ple_norm_conv", c->n_embd, n, RF_OP_EACH_HEAD);
@@ -10156,7 +10187,7 @@ static void rfi_emit_ngrams(rfi_builder *b, const rfi_decoder *d) {
     op->conv = (rf_conv_params){all, g->n_taps, RF_ACT_SILU, g->max};
     op->state = rfi_recurrent_state(b, rf_conv_reach(&op->conv) * all);
     rfi_emit_mix(b, d->wide, d->wide_part, RF_NONE, 1, RF_OP_ACCUMULATE)->mix.n = all;
-    b->ngrams = d->ngrams;
+    b->given = d->given;
 }
 
 /* A layer with hyper-connections: attention and FFN each read a sum of the streams and add to all of them. */
@@ -10451,13 +10482,21 @@ static rfi_weight rfi_emit_embedding(rfi_builder *b, const rfi_decoder *d) {
     return embedding;
 }
 
+/* logits = output xl, and the best of them. */
+static void rfi_emit_logits(rfi_builder *b, const rfi_decoder *d, rfi_weight output) {
+    const rfi_config *c = b->c;
+    rf_op *op = rfi_emit_matmul(b, d->logits, d->xl, output, c->n_vocab, 0);
+    op->matmul.scale = (float)c->logit_scale;
+    op->matmul.softcap = (float)c->logit_softcap;
+    rfi_op(b, RF_OP_ARGMAX, d->argmax, d->logits)->argmax.n = c->n_vocab;
+}
+
 /* The decoder of all architectures: llama's graph, changed by the fields of rfi_arch. */
 static void rfi_emit_decoder(rfi_builder *b) {
     const rfi_config *c = b->c;
     rfi_decoder d = rfi_decoder_buffers(b);
     b->logits = d.logits;
     b->argmax = d.argmax;
-    b->ngrams = RF_NONE;
     b->layer = -1;
     rfi_weight embedding = rfi_emit_embedding(b, &d);
     rfi_emit_rope_tables(b, &d);
@@ -10498,11 +10537,47 @@ static void rfi_emit_decoder(rfi_builder *b) {
     int tied = !rfi_has(b, "output.weight") || !rfi_has(b, "token_embd.weight");
     rfi_weight output = tied ? embedding : rfi_bind_matrix(b, "output", c->n_embd, c->n_vocab, NULL);
     if (tied) output.bias = rfi_bind_optional(b, "output.bias", c->n_vocab);
-    op = rfi_emit_matmul(b, d.logits, d.xl, output, c->n_vocab, 0);
-    op->matmul.scale = (float)c->logit_scale;
-    op->matmul.softcap = (float)c->logit_softcap;
-    op = rfi_op(b, RF_OP_ARGMAX, d.argmax, d.logits);
-    op->argmax.n = c->n_vocab;
+    rfi_emit_logits(b, &d, output);
+    if (b->result == RF_OK && !tied) ((rf_plan_weight *)b->weights.items)[embedding.id].row_reads = 1;
+}
+
+/* The head for multi-token prediction (MTP, arXiv 2412.19437), which guesses the token after next: a layer of its own
+ * over eh_proj [norm(embedding of the next token) | norm(g)], where g is the model's hidden row, or that of this head
+ * for a token that it guessed itself. What the file does not have for it are the model's own tensors. */
+static void rfi_emit_mtp(rfi_builder *b) {
+    const rfi_config *c = b->c;
+    const uint32_t n = c->n_embd;
+    const int32_t head = (int32_t)c->n_layers - 1;
+    rfi_decoder d = rfi_decoder_buffers(b);
+    b->logits = d.logits, b->argmax = d.argmax, b->hidden = d.xl, b->given = d.given;
+    b->layer = head;
+    const int own_embedding = rfi_has(b, "nextn.embed_tokens.weight"),
+              own_norm = rfi_has(b, "nextn.shared_head_norm.weight"),
+              own_output = rfi_has(b, "nextn.shared_head_head.weight");
+    if (!own_embedding) b->layer = -1;
+    const rfi_weight embedding = rfi_bind(b, own_embedding ? "nextn.embed_tokens.weight" : "token_embd.weight", n,
+                                          c->n_vocab, 0, NULL);
+    rf_op *op = rfi_op(b, RF_OP_EMBED, d.x, RF_NONE);
+    op->weight = embedding.id;
+    op->embed = (rf_embed_params){n, (float)c->embedding_scale};
+    b->layer = -1;
+    rfi_emit_rope_tables(b, &d);
+    d.slopes = d.relative_bias = RF_NONE;
+    b->layer = head;
+    rfi_emit_norm(b, d.xn, d.x, "nextn.enorm", n, 1, 0);
+    rfi_emit_slice(b, d.banked, d.xn, 1, n, 0, n);
+    rfi_emit_norm(b, d.xn, d.given, "nextn.hnorm", n, 1, 0);
+    rfi_emit_slice(b, d.banked, d.xn, 1, n, 0, n)->slice.out_at = n;
+    rfi_emit_matmul(b, d.x, d.banked, rfi_bind_matrix(b, "nextn.eh_proj", 2ull * n, n, NULL), n, 0);
+    rfi_emit_layer(b, &d, &c->layers[head]);
+    rfi_op(b, RF_OP_GATHER, d.xl, d.x)->gather.n = n;
+    if (!own_norm) b->layer = head + 1;
+    rfi_emit_norm(b, d.xl, d.xl, own_norm ? "nextn.shared_head_norm" : "output_norm", n, 1, 0);
+    b->layer = own_output ? head : head + 1;
+    const int has_output = own_output || rfi_has(b, "output.weight"), tied = !has_output && !own_embedding;
+    const char *name = own_output ? "nextn.shared_head_head" : has_output ? "output" : "token_embd";
+    const rfi_weight output = tied ? embedding : rfi_bind_matrix(b, name, n, c->n_vocab, NULL);
+    rfi_emit_logits(b, &d, output);
     if (b->result == RF_OK && !tied) ((rf_plan_weight *)b->weights.items)[embedding.id].row_reads = 1;
 }
 
@@ -10638,12 +10713,12 @@ static const rfi_arch rfi_archs[] = {
      .moe = &rfi_moe_glm4},
     {.name = "deepseek2", .mla = 1, .moe = &rfi_moe_deepseek2},
     {.name = "lfm2", .qk_norm = 1, .rope_neox = 1, .swa_period = RFI_ALL_LAYERS, .recurrent = &rfi_lfm2},
-    {.name = "qwen35", .ffn_norm = "post_attention_norm", .qk_norm = 1, .rope_neox = 1, .mrope = 2,
+    {.name = "qwen35", .mtp = 1, .ffn_norm = "post_attention_norm", .qk_norm = 1, .rope_neox = 1, .mrope = 2,
      .recurrent = &rfi_qwen35},
-    {.name = "qwen35moe", .ffn_norm = "post_attention_norm", .qk_norm = 1, .rope_neox = 1, .mrope = 2,
+    {.name = "qwen35moe", .mtp = 1, .ffn_norm = "post_attention_norm", .qk_norm = 1, .rope_neox = 1, .mrope = 2,
      .moe = &rfi_moe_qwen35, .recurrent = &rfi_qwen35},
-    {.name = "qwen3next", .ffn_norm = "post_attention_norm", .qk_norm = 1, .rope_neox = 1, .moe = &rfi_moe_qwen35,
-     .recurrent = &rfi_qwen3next},
+    {.name = "qwen3next", .mtp = 1, .ffn_norm = "post_attention_norm", .qk_norm = 1, .rope_neox = 1,
+     .moe = &rfi_moe_qwen35, .recurrent = &rfi_qwen3next},
     {.name = "qwen4exp", .qk_norm = 1, .hyper = RFI_HYPER_GATED, .rope_neox = 1, .mrope = 2,
      .indexer = RFI_INDEX_POOLED, .moe = &rfi_moe_qwen35, .recurrent = &rfi_qwen4exp},
     {.name = "afmoe", .post_norm = 1, .qk_norm = 1, .embed_sqrt = 1, .rope_neox = 1, .attn_gate = RF_ACT_SIGMOID,
@@ -10825,7 +10900,7 @@ static void rfi_size_buffers(rfi_builder *b) {
     }
     if (b->logits != RF_NONE) b->logits = ids[b->logits];
     if (b->argmax != RF_NONE) b->argmax = ids[b->argmax];
-    if (b->ngrams != RF_NONE) b->ngrams = ids[b->ngrams];
+    if (b->given != RF_NONE) b->given = ids[b->given];
     b->hidden = ids[b->hidden];
 }
 
@@ -10841,11 +10916,12 @@ static int rfi_tensor_is_ignored(const rfi_builder *b, rf_string name) {
     for (uint32_t j = 0; j < RFI_COUNT(ends); j++)
         if (name.len > strlen(ends[j]) && memcmp(name.data + name.len - strlen(ends[j]), ends[j], strlen(ends[j])) == 0)
             return 1;
-    if (name.len < 6 || memcmp(name.data, "blk.", 4) != 0) return rfi_tensor_is_idle(b, name);
+    if (name.len < 6 || memcmp(name.data, "blk.", 4) != 0) return b->c->is_mtp || rfi_tensor_is_idle(b, name);
     for (; i < name.len && i < 12 && name.data[i] >= '0' && name.data[i] <= '9'; i++)
         layer = 10 * layer + (uint64_t)(name.data[i] - '0');
     if (i == 4 || i == name.len || name.data[i] != '.') return 0;
     if (layer >= b->c->n_layers) return layer < b->c->n_blocks;
+    if (b->c->is_mtp && layer + 1 < b->c->n_layers) return 1;
     if (b->c->layers[layer].cache_layer != layer && name.len - i > 7 &&
         (memcmp(name.data + i, ".attn_k", 7) == 0 || memcmp(name.data + i, ".attn_v", 7) == 0))
         return 1; /* it reads the keys and values of an earlier layer */
@@ -10881,7 +10957,9 @@ static rf_result rfi_plan_build(const rf_gguf *g, const rfi_config *c, rf_plan *
     b.alloc = rfi_gguf_allocator(g);
     b.c = c;
     b.err = err;
-    rfi_emit_decoder(&b);
+    b.given = RF_NONE;
+    if (c->is_mtp) rfi_emit_mtp(&b);
+    else rfi_emit_decoder(&b);
     if (b.result == RF_OK) rfi_refuse_unused(&b);
     if (b.result == RF_OK) rfi_size_buffers(&b);
     *out = (rf_plan){
@@ -10902,7 +10980,7 @@ static rf_result rfi_plan_build(const rf_gguf *g, const rfi_config *c, rf_plan *
         .logits = b.logits,
         .argmax = b.argmax,
         .hidden = b.hidden,
-        .ngrams = b.ngrams,
+        .given = b.given,
     };
     if (b.result != RF_OK) rfi_plan_free(b.alloc, out);
     return b.result;
@@ -17398,8 +17476,8 @@ static uint32_t rfi_session_eval_rows(const rf_model *m, const rf_session_desc *
     X(RFI_ZEROED, uint64_t, buffer_offset, m->plan.n_buffers) /* bytes into scratch                                */  \
     X(RFI_ZEROED, uint64_t, state_offset, m->plan.n_states)   /* bytes into state                                  */  \
     X(RFI_ZEROED, uint32_t, state_cells, m->plan.n_states)    /* KV cache cells of a sequence                      */  \
-    X(RFI_ZEROED, uint32_t, segment_ops, m->plan.n_ops + 1ull)   /* [n_segments + 1] first op                      */  \
-    X(RFI_ZEROED, uint32_t, segment_first, m->plan.n_ops + 1ull) /* [n_segments + 1] first of segment_slots        */  \
+    X(RFI_ZEROED, uint32_t, segment_ops, m->plan.n_ops + 2ull)   /* [n_segments + 1] first op                      */  \
+    X(RFI_ZEROED, uint32_t, segment_first, m->plan.n_ops + 2ull) /* [n_segments + 1] first of segment_slots        */  \
     X(RFI_ZEROED, uint32_t, segment_slots, rfi_plan_uses(&m->plan)) /* slots, segment after segment                */  \
     /* weights that the eval in progress holds */                                                                      \
     X(RFI_ZEROED, uint8_t, is_expert, m->plan.n_slots)   /* 1: of an expert                                        */  \
@@ -17427,6 +17505,7 @@ static uint32_t rfi_session_eval_rows(const rf_model *m, const rf_session_desc *
     X(RFI_ZEROED, uint8_t, ngram_row, m->config.ngram.row_bytes) /* as the file has it                             */  \
     X(RFI_PINNED, float, logits, m->config.arch->encoder ? 0 : (uint64_t)d->n_logits_max * m->plan.n_vocab)            \
     X(RFI_PINNED, int32_t, argmax, d->n_logits_max)                                                                    \
+    X(RFI_PINNED, float, hidden, d->mtp ? (uint64_t)d->n_batch * m->plan.n_embd : 0) /* of the last micro-batch    */  \
     /* rf_session_embed */                                                                                             \
     X(RFI_RAW, float, pooled, (uint64_t)d->n_seq_max * m->plan.n_embd) /* sums of pooled rows                      */  \
     X(RFI_ZEROED, float, head, m->head.n_floats)                       /* its matrices                             */  \
@@ -17435,7 +17514,7 @@ static uint32_t rfi_session_eval_rows(const rf_model *m, const rf_session_desc *
 struct rf_session {
     rf_model *m;
     rf_session_desc desc; /* resolved: no zeros left                                         */
-    rf_plan plan;         /* the model's, but for ops that depend on n_ctx                   */
+    rf_plan plan;         /* the model's, but for ops that depend on n_ctx, and with mtp one more */
     rf_op *ops;           /* its ops; NULL: the model's                                      */
     rf_mem scratch, state;
     rf_queue *queue;
@@ -17466,7 +17545,7 @@ static const rf_allocator *rfi_session_allocator(const rf_session *s) { return r
 /* Snapshot slots of a sequence: those that it keeps, and three that are in use: the state before the eval in progress,
  * the one before its micro-batch, and the one that this leaves. */
 static uint32_t rfi_session_n_slots(const rf_model *m, const rf_session_desc *d) {
-    return m->config.recurrent.kind ? d->n_snapshots + 3 : 0;
+    return m->config.recurrent.kind && !m->config.is_mtp ? d->n_snapshots + 3 : 0;
 }
 
 static rf_result rfi_session_resolve(const rf_model *m, const rf_session_desc *desc, rf_session_desc *out,
@@ -17494,6 +17573,9 @@ static rf_result rfi_session_resolve(const rf_model *m, const rf_session_desc *d
     if (out->n_snapshots > RFI_MAX_SNAPSHOTS)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "session: n_snapshots %u: at most %u", out->n_snapshots,
                         RFI_MAX_SNAPSHOTS);
+    if (out->mtp && (!m->config.arch->mtp || m->config.is_mtp))
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "session: mtp: MTP heads of %s models are not supported",
+                        m->config.arch->name);
     return rfi_cache_check(&m->plan, out->cache_type, err);
 }
 
@@ -17606,21 +17688,37 @@ static void rfi_session_release(rf_session *s) {
     rfi_free(rfi_session_allocator(s), s);
 }
 
-/* List the weights that each segment needs, each once. No weight is in two segments of one layer. */
+/* List the weights that each segment needs, each once. No weight is in two segments of one layer. The op that mtp adds
+ * needs none that is not held by then. */
 static void rfi_session_segment_slots(rf_session *s) {
     uint32_t n = 0;
     for (const rf_plan_weight *w = s->m->plan.weights; w < s->m->plan.weights + s->m->plan.n_weights; w++)
         memset(s->is_expert + w->slot, w->n_experts > 0, rf_plan_weight_matrices(w));
-    s->segment_ops[s->n_segments] = s->m->plan.n_ops;
+    s->segment_ops[s->n_segments] = s->plan.n_ops;
     for (uint32_t segment = 0; segment < s->n_segments; segment++) {
         s->segment_first[segment] = n;
-        n += rfi_ops_slots(&s->m->plan, s->segment_ops[segment], s->segment_ops[segment + 1], s->segment_slots + n);
+        const uint32_t end = (uint32_t)rfi_min_u64(s->segment_ops[segment + 1], s->m->plan.n_ops);
+        n += rfi_ops_slots(&s->m->plan, s->segment_ops[segment], end, s->segment_slots + n);
     }
     s->segment_first[s->n_segments] = n;
 }
 
-/* Choose the rope factors. A model with two sets (longrope) takes the long one if n_ctx, rounded up to 256, is longer
- * than its original context: the answer depends on n_ctx, as llama.cpp's does. */
+/* What the output matrix reads, of all rows: the last norm without the choice of rows before it, to the buffer of the
+ * norms in layers. */
+static rf_op rfi_hidden_op(const rf_plan *plan) {
+    const rf_op *gather = plan->ops, *norm;
+    while (gather->kind != RF_OP_GATHER || gather->out != plan->hidden) gather++;
+    for (norm = gather; norm->kind != RF_OP_RMS_NORM || norm->in != gather->in;) norm--;
+    rf_op op = gather[1];
+    op.rows = RF_ROWS_TOKENS;
+    op.in = gather->in;
+    op.out = norm->out;
+    return op;
+}
+
+/* The ops of a session. Choose the rope factors: a model with two sets (longrope) takes the long one if n_ctx, rounded
+ * up to 256, is longer than its original context; the answer depends on n_ctx, as llama.cpp's does. With mtp an op
+ * follows. */
 static rf_result rfi_session_plan(const rf_model *m, const rf_session_desc *d, rf_plan *out, rf_op **ops,
                                   rf_error *err) {
     const rf_plan *plan = &m->plan;
@@ -17629,12 +17727,15 @@ static rf_result rfi_session_plan(const rf_model *m, const rf_session_desc *d, r
     *ops = NULL;
     for (uint32_t i = 0; i < plan->n_ops; i++)
         n_choices += plan->ops[i].kind == RF_OP_ROPE && plan->ops[i].factor != RF_NONE;
-    if (((uint64_t)d->n_ctx + 255) / 256 * 256 <= m->config.rope_n_ctx_original || n_choices == 0) return RF_OK;
-    rf_op *own = (rf_op *)rfi_alloc(rfi_gguf_allocator(m->g), plan->n_ops, sizeof *own, "the session's ops", err);
+    if (((uint64_t)d->n_ctx + 255) / 256 * 256 <= m->config.rope_n_ctx_original) n_choices = 0;
+    if (n_choices == 0 && !d->mtp) return RF_OK;
+    rf_op *own = (rf_op *)rfi_alloc(rfi_gguf_allocator(m->g), plan->n_ops + 1ull, sizeof *own, "the session's ops",
+                                    err);
     if (!own) return RF_ERR_MEMORY;
     memcpy(own, plan->ops, plan->n_ops * sizeof *own);
-    for (uint32_t i = 0; i < plan->n_ops; i++)
+    for (uint32_t i = 0; n_choices && i < plan->n_ops; i++)
         if (own[i].kind == RF_OP_ROPE && own[i].factor != RF_NONE) own[i].weight = own[i].factor;
+    if (d->mtp) own[out->n_ops++] = rfi_hidden_op(plan);
     out->ops = *ops = own;
     return RF_OK;
 }
@@ -17863,6 +17964,7 @@ static void rfi_snapshots_plan(rf_session *s, uint32_t n_rows) {
 static rf_result rfi_eval_check(rf_session *s, const rf_token_row *rows, uint32_t n_rows, rf_error *err) {
     const rf_session_desc *d = &s->desc;
     uint32_t n_logits = 0, n_vocab = s->m->plan.n_vocab;
+    const int mtp = s->m->config.is_mtp;
     memcpy(s->eval_lengths, s->lengths, d->n_seq_max * sizeof *s->eval_lengths);
     if (s->m->config.both_ways && n_rows > d->n_batch)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_eval: %u rows, n_batch is %u: a model that attends both "
@@ -17872,7 +17974,10 @@ static rf_result rfi_eval_check(rf_session *s, const rf_token_row *rows, uint32_
         if (row->seq < 0 || (uint32_t)row->seq >= d->n_seq_max)
             return rfi_fail(err, RF_ERR_ARGUMENT, i, "rf_session_eval: row %u: sequence %d, want 0 to %u", i, row->seq,
                             d->n_seq_max - 1);
-        if (!row->embedding && (row->token < 0 || (uint32_t)row->token >= n_vocab))
+        if (mtp && !row->embedding)
+            return rfi_fail(err, RF_ERR_ARGUMENT, i, "rf_session_eval: row %u: an MTP head reads a token and, as "
+                            "embedding, the hidden row of the token before it", i);
+        if ((mtp || !row->embedding) && (row->token < 0 || (uint32_t)row->token >= n_vocab))
             return rfi_fail(err, RF_ERR_ARGUMENT, i, "rf_session_eval: row %u: token %d, want 0 to %u", i, row->token,
                             n_vocab - 1);
         if (row->embedding && (s->m->config.n_layer_input || s->m->config.ngram.n_heads))
@@ -18181,7 +18286,7 @@ static rf_result rfi_eval_acquire_experts(rf_session *s, const rf_op *op, uint32
 /* Mark the experts that the segment's rows chose in s->chosen; all of them where that costs nothing, or if the step
  * runs as a whole. */
 static rf_result rfi_eval_choose(rf_session *s, uint32_t segment, uint32_t n_rows, int whole, rf_error *err) {
-    const rf_plan *plan = &s->m->plan;
+    const rf_plan *plan = &s->plan;
     const rfi_store *store = s->m->store;
     uint32_t read = RF_NONE; /* buffer that s->route holds */
     for (uint32_t i = s->segment_ops[segment]; i < s->segment_ops[segment + 1]; i++) {
@@ -18320,13 +18425,19 @@ static void rfi_ngram_rows(const rfi_ngram_config *g, const int32_t *tokens, uin
     }
 }
 
-/* Write the n-gram embeddings of a micro-batch, whose tokens are in s->tokens, to their buffer. */
-static rf_result rfi_eval_ngrams(rf_session *s, uint32_t n_rows, rf_error *err) {
+/* Write to their buffer what a micro-batch, whose tokens are in s->tokens, is given: n-gram embeddings, or the rows of
+ * s->embeddings that an MTP head reads. */
+static rf_result rfi_eval_given(rf_session *s, uint32_t n_rows, rf_error *err) {
     const rfi_ngram_config *g = &s->m->config.ngram;
+    const rf_device_api *api = s->m->device->api;
     const uint64_t width = (uint64_t)g->n_heads * g->width;
     uint64_t rows[RFI_MAX_NGRAM_HEADS];
     rf_ticket ticket = {0};
-    if (g->n_heads == 0) return RF_OK;
+    if (s->m->plan.given == RF_NONE) return RF_OK;
+    const uint64_t at = s->buffer_offset[s->m->plan.given];
+    if (s->m->config.is_mtp)
+        return api->mem_write(s->queue, &s->scratch, at, s->embeddings,
+                              (uint64_t)n_rows * s->m->plan.n_embd * sizeof(float), &ticket, err);
     for (uint32_t i = 0; i < n_rows; i++) {
         const rf_step_row *row = &s->rows[i];
         rfi_ngram_rows(g, s->tokens + (uint64_t)(uint32_t)row->seq * s->desc.n_ctx, (uint32_t)row->pos, rows);
@@ -18338,8 +18449,7 @@ static rf_result rfi_eval_ngrams(rf_session *s, uint32_t n_rows, rf_error *err) 
             if (r != RF_OK) return r;
         }
     }
-    return s->m->device->api->mem_write(s->queue, &s->scratch, s->buffer_offset[s->m->plan.ngrams], s->ngrams,
-                                        n_rows * width * sizeof *s->ngrams, &ticket, err);
+    return api->mem_write(s->queue, &s->scratch, at, s->ngrams, n_rows * width * sizeof *s->ngrams, &ticket, err);
 }
 
 /* Submit a micro-batch. The last one also reads the argmax of all logits rows. s->eval_lengths: where each sequence
@@ -18347,19 +18457,19 @@ static rf_result rfi_eval_ngrams(rf_session *s, uint32_t n_rows, rf_error *err) 
 static rf_result rfi_eval_batch(rf_session *s, const rf_token_row *rows, uint32_t n_rows, int last, uint32_t *n_logits,
                                 rf_ticket *ticket, rf_error *err) {
     const rf_device_api *api = s->m->device->api;
-    uint32_t n_embd = s->m->plan.n_embd;
-    const uint32_t first_logits_row = *n_logits;
+    const uint32_t n_embd = s->m->plan.n_embd, first_logits_row = *n_logits;
+    const int mtp = s->m->config.is_mtp;
     rf_step step = {.rows = s->rows, .logit_rows = s->logit_rows, .n_rows = n_rows,
                     .first_logits_row = first_logits_row};
     memcpy(s->batch_begins, s->eval_lengths, s->desc.n_seq_max * sizeof *s->batch_begins);
     for (uint32_t i = 0; i < n_rows; i++) {
         uint32_t pos = s->eval_lengths[rows[i].seq]++;
-        int32_t token = rows[i].embedding ? -1 : rows[i].token;
+        int32_t token = rows[i].embedding && !mtp ? -1 : rows[i].token;
         s->rows[i] = (rf_step_row){token, rows[i].seq, (int32_t)pos, -1, 0, 0};
         s->tokens[(uint64_t)(uint32_t)rows[i].seq * s->desc.n_ctx + pos] = token;
         if (rows[i].embedding) {
             memcpy(s->embeddings + (uint64_t)i * n_embd, rows[i].embedding, n_embd * sizeof(float));
-            step.embeddings = s->embeddings;
+            if (!mtp) step.embeddings = s->embeddings;
         }
         if (rows[i].want_logits) {
             s->rows[i].logits_row = (int32_t)(first_logits_row + step.n_logits);
@@ -18368,7 +18478,7 @@ static rf_result rfi_eval_batch(rf_session *s, const rf_token_row *rows, uint32_
     }
     *n_logits += step.n_logits;
     rfi_snapshots_plan(s, n_rows);
-    rf_result r = rfi_eval_ngrams(s, n_rows, err);
+    rf_result r = rfi_eval_given(s, n_rows, err);
     rfi_stream_begin_pass(s->m->store);
     for (uint32_t segment = 0, end; r == RF_OK && segment < s->n_segments; segment = end) {
         end = rfi_eval_end(s, segment, n_rows);
@@ -18378,6 +18488,12 @@ static rf_result rfi_eval_batch(rf_session *s, const rf_token_row *rows, uint32_
         rf_ticket read = {0};
         r = api->mem_read(s->queue, &s->scratch, s->buffer_offset[s->m->plan.argmax], s->argmax,
                           *n_logits * sizeof(int32_t), &read, err);
+        if (r == RF_OK) *ticket = read;
+    }
+    if (r == RF_OK && s->desc.mtp) {
+        rf_ticket read = {0};
+        r = api->mem_read(s->queue, &s->scratch, s->buffer_offset[s->ops[s->plan.n_ops - 1].out], s->hidden,
+                          (uint64_t)n_rows * n_embd * sizeof *s->hidden, &read, err);
         if (r == RF_OK) *ticket = read;
     }
     return r;
@@ -28803,7 +28919,10 @@ ROCMFORGE_API rf_result rf_session_sample(rf_session *s, uint32_t i, rf_sampler 
 /* ==== 13j Speculation =================================================================================== >>draft
  * Drafters: tokens that may come next, to be evaluated in one step with the token chosen last.
  * N-grams: a hash table has, for the last `ngram` tokens before each place, the last such place, and each place the one
- * before it with the same hash, as LZ77 finds repetitions. */
+ * before it with the same hash, as LZ77 finds repetitions.
+ * MTP head: its row for a place has the token there and the model's hidden row of the place before; it guesses the next
+ * token. So it can read a place once the model has evaluated the one before and chosen the token. Rows for drafts have
+ * the head's own hidden rows, and are cut off again. */
 
 enum { RFI_MAX_DRAFTS = 15, RFI_DRAFT_CHAIN = 16, RFI_DRAFT_RUN = 64 };
 #define RFI_FIRST_SHARE 0.8 /* guess before drafts were judged: too little is never found out */
@@ -28823,6 +28942,9 @@ struct rf_drafter {
     uint32_t *earlier; /* [capacity] 1 + the place before with the same hash, 0: none          */
     uint32_t *last;    /* [n_last] by hash: 1 + the last place                                 */
     uint32_t n, capacity, n_last;
+    float *hidden;     /* [hidden_capacity, n_embd] MTP: hidden rows that the head has not read */
+    uint32_t n_hidden, hidden_capacity;
+    uint32_t mtp_first; /* the place in the sequence of the first row that the head holds      */
     double share;      /* of drafts that are accepted, if those before are                     */
     uint32_t n_judged; /* drafts that share rests on, few where it is to follow soon           */
     rfi_draft_costs costs; /* of rf_generate                                                   */
@@ -28859,6 +28981,10 @@ ROCMFORGE_API rf_result rf_drafter_open(rf_model *m, const rf_drafter_desc *desc
                         d.max_drafts, d.ngram, RFI_MAX_DRAFTS, RFI_DRAFT_RUN);
     rf_result r = rfi_check_allocator(&d.allocator, &d.allocator, err);
     if (r == RF_OK && d.session) r = rfi_draft_vocabulary(m, d.session->m, err);
+    if (r == RF_OK && d.mtp && (!d.mtp->m->config.is_mtp || d.mtp->m->plan.n_embd != m->plan.n_embd ||
+                                d.mtp->m->plan.n_vocab != m->plan.n_vocab))
+        r = rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_drafter_open: mtp: a session of %s, want one of the model's MTP head "
+                     "(rf_model_desc.mtp)", rfi_gguf_path(d.mtp->m->g));
     if (r != RF_OK) return r;
     rf_drafter *o = (rf_drafter *)rfi_alloc(&d.allocator, 1, sizeof *o, "a drafter", err);
     if (!o) return RF_ERR_MEMORY;
@@ -28879,6 +29005,7 @@ ROCMFORGE_API rf_result rf_drafter_close(rf_drafter *d, rf_error *err) {
     if (!d) return RF_OK;
     const rf_allocator alloc = d->desc.allocator;
     rfi_drafter_free(d);
+    rfi_free(&alloc, d->hidden);
     rfi_free(&alloc, d);
     return RF_OK;
 }
@@ -28953,6 +29080,105 @@ static rf_result rfi_draft_model(const rf_drafter *d, int32_t *drafts, uint32_t 
     return r;
 }
 
+/* ---- the MTP head ---- */
+
+/* The first place that the head has not read. */
+static uint32_t rfi_mtp_next(const rf_drafter *d) { return d->mtp_first + d->desc.mtp->lengths[0]; }
+
+/* Whether the head can draft for s, and room for the hidden rows that come from it. */
+static rf_result rfi_mtp_prepare(rf_drafter *d, const rf_session *s, rf_error *err) {
+    const uint32_t n_embd = s->m->plan.n_embd, capacity = s->desc.n_batch + 4 * RFI_MAX_DRAFTS;
+    if (!d || !d->desc.mtp) return RF_OK;
+    if (!s->desc.mtp || n_embd != d->desc.mtp->m->plan.n_embd)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "the drafter has an MTP head: want rf_session_desc.mtp of the session "
+                        "that it drafts for");
+    if (capacity <= d->hidden_capacity) return RF_OK;
+    rfi_free(&d->desc.allocator, d->hidden);
+    d->hidden = (float *)rfi_alloc(&d->desc.allocator, (uint64_t)capacity * n_embd, sizeof *d->hidden, "hidden rows",
+                                   err);
+    d->n_hidden = 0, d->hidden_capacity = d->hidden ? capacity : 0;
+    return d->hidden ? RF_OK : RF_ERR_MEMORY;
+}
+
+/* A sequence of s holds some tokens, and more will follow: keep what the head holds of them. The hidden row of the last
+ * one is known only if the head was there at its end; else it is zeros, as before the first token. */
+static rf_result rfi_mtp_begin(rf_drafter *d, const rf_session *s, uint32_t seq, rf_error *err) {
+    rf_session *head = d ? d->desc.mtp : NULL;
+    rf_result r = rfi_mtp_prepare(d, s, err);
+    if (!head || r != RF_OK) return r;
+    const uint32_t kept = s->lengths[seq], held = head->lengths[0], first = d->mtp_first;
+    const int32_t *tokens = s->tokens + (uint64_t)seq * s->desc.n_ctx;
+    uint32_t same = 0;
+    while (same < held && first + same < kept && head->tokens[same] == tokens[first + same]) same++;
+    if (first + same == kept && same == held && d->n_hidden == 1) return RF_OK;
+    if (first + same != kept) d->mtp_first = kept, same = 0;
+    memset(d->hidden, 0, s->m->plan.n_embd * sizeof *d->hidden);
+    d->n_hidden = 1;
+    return rf_session_truncate(head, 0, same, NULL, err);
+}
+
+/* The model has evaluated n places from `place` on: rows of its last micro-batch from `row` on. */
+static void rfi_mtp_add(rf_drafter *d, const rf_session *s, uint32_t place, uint32_t row, uint32_t n) {
+    if (!d || !d->desc.mtp) return;
+    const uint32_t known = rfi_mtp_next(d) + d->n_hidden - 1, n_embd = s->m->plan.n_embd;
+    if (place > known || place + n <= known) return; /* a gap: no drafts; or evaluated again */
+    const uint32_t skip = known - place;
+    n -= skip;
+    if (n > d->hidden_capacity - d->n_hidden) return;
+    memcpy(d->hidden + (uint64_t)d->n_hidden * n_embd, s->hidden + (uint64_t)(row + skip) * n_embd,
+           (size_t)n * n_embd * sizeof *d->hidden);
+    d->n_hidden += n;
+}
+
+/* The sequence was cut to n tokens, which were evaluated. */
+static void rfi_mtp_cut(rf_drafter *d, uint32_t n) {
+    if (!d || !d->desc.mtp || n + 1 < rfi_mtp_next(d)) return;
+    d->n_hidden = (uint32_t)rfi_min_u64(d->n_hidden, n + 1 - rfi_mtp_next(d));
+}
+
+/* The head reads places up to `end`, tokens of which are known; want: it guesses what follows the last one. When it is
+ * full it begins anew: attention goes by distances. */
+static rf_result rfi_mtp_read(rf_drafter *d, const int32_t *tokens, uint32_t end, int want, rf_error *err) {
+    rf_session *head = d->desc.mtp;
+    const uint32_t n_embd = head->m->plan.n_embd, n_ctx = head->desc.n_ctx,
+                   n = end > rfi_mtp_next(d) ? (uint32_t)rfi_min_u64(end - rfi_mtp_next(d), d->n_hidden) : 0;
+    rf_result r = RF_OK;
+    for (uint32_t at = 0, part; r == RF_OK && at < n; at += part) {
+        if (head->lengths[0] == n_ctx) d->mtp_first += n_ctx, r = rf_session_truncate(head, 0, 0, NULL, err);
+        const uint32_t next = rfi_mtp_next(d);
+        part = (uint32_t)rfi_min_u64(rfi_min_u64(n - at, head->desc.n_batch), n_ctx - head->lengths[0]);
+        for (uint32_t i = 0; i < part; i++)
+            head->forward_rows[i] = (rf_token_row){
+                .token = tokens[next + i] < 0 ? 0 : tokens[next + i], /* came as floats: a guess without it */
+                .embedding = d->hidden + (uint64_t)(at + i) * n_embd, .pos = RF_POS_NEXT,
+                .want_logits = want && at + i + 1 == n};
+        if (r == RF_OK) r = rf_session_eval(head, head->forward_rows, part, err);
+    }
+    d->n_hidden -= n;
+    memmove(d->hidden, d->hidden + (uint64_t)n * n_embd, (size_t)d->n_hidden * n_embd * sizeof *d->hidden);
+    return r;
+}
+
+/* The head's greedy tokens. */
+static rf_result rfi_draft_mtp(rf_drafter *d, int32_t *drafts, uint32_t max, uint32_t *n, rf_error *err) {
+    rf_session *head = d->desc.mtp;
+    if (d->n <= rfi_mtp_next(d) || d->n - rfi_mtp_next(d) != d->n_hidden) return RF_OK;
+    rf_result r = rfi_mtp_read(d, d->tokens, d->n, 1, err);
+    const uint32_t held = head->lengths[0];
+    while (r == RF_OK) {
+        r = rf_session_get_argmax(head, 0, &drafts[*n], err);
+        if (r != RF_OK || drafts[*n] < 0 || ++*n == max || head->lengths[0] == head->desc.n_ctx) break;
+        r = rf_session_hidden(head, 0, 1, d->hidden, err); /* which is empty */
+        const rf_token_row row = {.token = drafts[*n - 1], .embedding = d->hidden, .pos = RF_POS_NEXT,
+                                  .want_logits = 1};
+        if (r == RF_OK) r = rf_session_eval(head, &row, 1, err);
+    }
+    const rf_result cut = rf_session_truncate(head, 0, held, NULL, r == RF_OK ? err : NULL);
+    return r == RF_OK ? cut : r;
+}
+
+/* ---- how many, and from where ---- */
+
 /* Seconds of a step with k drafts: as measured twice, or on the line between the nearest numbers that were. Above those
  * a draft is guessed to cost a quarter of a step at most: too little is found out when it is tried, too much never. The
  * first time may hold work that is done once, and so it only lowers the guess. */
@@ -28998,6 +29224,8 @@ static rf_result rfi_drafter_propose(rf_drafter *d, int32_t n_vocab, int32_t *dr
     if (max && *n == 0 && d->desc.fn) *n = d->desc.fn(d->tokens, d->n, drafts, max, d->desc.user);
     if (*n > max) *n = max;
     if (max && *n == 0 && d->desc.session) r = rfi_draft_model(d, drafts, max, n, err);
+    if (max && *n == 0 && d->desc.mtp && r == RF_OK) r = rfi_draft_mtp(d, drafts, max, n, err);
+    if (r == RF_OK && d->desc.mtp && d->n_hidden > RFI_MAX_DRAFTS) r = rfi_mtp_read(d, d->tokens, d->n, 0, err);
     for (uint32_t i = 0; i < *n; i++)
         if (drafts[i] < 0 || drafts[i] >= n_vocab) *n = i;
     return r;
@@ -29050,6 +29278,7 @@ typedef struct rfi_slot {
     int32_t next;       /* chosen last, evaluated next                        */
     int32_t logits_row; /* of the current batch, -1 if the prompt goes on     */
     uint32_t n_drafts;  /* behind `next` in the current batch                 */
+    uint32_t first_row; /* of that batch                                      */
     int32_t drafts[RFI_MAX_DRAFTS];
 } rfi_slot;
 
@@ -29156,6 +29385,7 @@ static rf_result rfi_scheduler_begin(rf_scheduler *sch, rfi_slot *slot, rf_error
     if (best >= 0 && best != to && (!s->n_slots || s->lengths[best] == n_best)) r = rf_session_copy(s, best, to, err);
     if (r == RF_OK && request->no_reuse) r = rf_session_truncate(s, to, 0, NULL, err);
     else if (r == RF_OK) r = rf_session_sync(s, to, request->prompt, request->n_prompt, &kept, err);
+    if (r == RF_OK) r = rfi_mtp_begin(request->drafter, s, (uint32_t)to, err);
     if (r != RF_OK) return r;
     for (uint32_t i = 0; request->drafter && i < request->n_prompt; i++)
         rfi_drafter_append(request->drafter, request->prompt[i]);
@@ -29202,7 +29432,8 @@ ROCMFORGE_API rf_result rf_scheduler_submit(rf_scheduler *sch, const rf_request 
     if (sch->n_waiting == sch->capacity)
         return rfi_fail(err, RF_ERR_BUSY, 0, "rf_scheduler_submit: %u requests wait already", sch->n_waiting);
     if (request->drafter) { /* here, for the same reason */
-        const rf_result r = rfi_drafter_begin(request->drafter, sch->session, err);
+        rf_result r = rfi_drafter_begin(request->drafter, sch->session, err);
+        if (r == RF_OK) r = rfi_mtp_prepare(request->drafter, sch->session, err);
         if (r != RF_OK) return r;
     }
     sch->queue[((uint64_t)sch->first + sch->n_waiting++) % sch->capacity] = *request;
@@ -29278,6 +29509,7 @@ static uint32_t rfi_scheduler_fill(rf_scheduler *sch) {
             if (slot->seq < 0 || (slot->n_held < request->n_prompt) != prompts) continue;
             uint32_t end = prompts ? request->n_prompt : slot->n_held + 1, room = sch->desc->n_batch - n_rows;
             slot->n_new = end - slot->n_held < room ? end - slot->n_held : room;
+            slot->first_row = n_rows;
             slot->logits_row = slot->n_held + slot->n_new == end ? (int32_t)n_logits++ : -1;
             sch->has_prompts |= prompts;
             for (uint32_t at = slot->n_held; at < slot->n_held + slot->n_new; at++)
@@ -29288,6 +29520,19 @@ static uint32_t rfi_scheduler_fill(rf_scheduler *sch) {
                                                      .want_logits = 1};
         }
     return n_rows;
+}
+
+/* MTP heads get what the batch made of their requests' tokens, and read prompts. */
+static rf_result rfi_scheduler_read(rf_scheduler *sch, rf_error *err) {
+    rf_result r = RF_OK;
+    for (uint32_t i = 0; i < sch->n_running && r == RF_OK; i++) {
+        const rfi_slot *slot = &sch->slots[i];
+        rf_drafter *d = slot->request.drafter;
+        if (!d || !d->desc.mtp || slot->seq < 0 || slot->n_new == 0) continue;
+        rfi_mtp_add(d, sch->session, slot->n_held, slot->first_row, slot->n_new + slot->n_drafts);
+        if (slot->n_held < slot->request.n_prompt) r = rfi_mtp_read(d, d->tokens, slot->n_held + slot->n_new, 0, err);
+    }
+    return r;
 }
 
 /* Sample a request's next tokens: one, and one behind each draft that was chosen, too; then cut off the other drafts.
@@ -29311,6 +29556,7 @@ static int rfi_scheduler_choose(rf_scheduler *sch, rfi_slot *slot, rf_result *re
     if (request->drafter)
         rfi_drafter_learn(request->drafter, n_drafts, row, sch->step_seconds, sch->draft_costs.seconds[0]);
     if (row < n_drafts) rfi_session_cut(sch->session, (uint32_t)slot->seq, slot->n_held, NULL);
+    rfi_mtp_cut(request->drafter, slot->n_held);
     if (ends) return 1;
     *reason = RF_ERR_CONTEXT_FULL;
     return slot->n_held == sch->desc->n_ctx;
@@ -29329,6 +29575,7 @@ ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active,
     if (r == RF_OK && sch->n_running) r = rf_session_eval(sch->session, sch->rows, rfi_scheduler_fill(sch), err);
     sch->step_seconds = sch->has_prompts ? 0 : rfi_now() - start;
     if (r == RF_OK && sch->step_seconds > 0) rfi_draft_costs_learn(&sch->draft_costs, sch->n_drafts, sch->step_seconds);
+    if (r == RF_OK) r = rfi_scheduler_read(sch, err);
     sch->in_callbacks = 1;
     /* Cancelled: nothing has changed. Any other failure ends every request that runs. */
     for (uint32_t i = 0; i < sch->n_running && r != RF_ERR_CANCELLED;) {
@@ -30455,13 +30702,20 @@ static rf_result rfi_generate_prompt(rfi_generating *g, uint32_t extra) {
 /* Append tokens to the sequence and keep the last one's logits. */
 static rf_result rfi_generate_eval(rfi_generating *g, const int32_t *ids, uint32_t n) {
     rf_session *s = g->s;
+    rf_drafter *mtp = g->d->drafter && g->d->drafter->desc.mtp ? g->d->drafter : NULL;
+    const uint32_t most = mtp ? s->desc.n_batch : rfi_session_eval_rows(s->m, &s->desc);
+    const int32_t *tokens = s->tokens + (uint64_t)(uint32_t)g->d->seq * s->desc.n_ctx;
     rf_result r = RF_OK;
     for (uint32_t at = 0; r == RF_OK && at < n;) {
-        const uint32_t part = (uint32_t)rfi_min_u64(rfi_session_eval_rows(s->m, &s->desc), n - at);
+        const uint32_t part = (uint32_t)rfi_min_u64(most, n - at), place = s->lengths[g->d->seq];
         for (uint32_t i = 0; i < part; i++)
             s->forward_rows[i] = (rf_token_row){.token = ids[at + i], .seq = g->d->seq, .pos = RF_POS_NEXT,
                                                 .want_logits = at + i + 1 == n};
         r = rf_session_eval(s, s->forward_rows, part, g->err);
+        if (r == RF_OK && mtp) {
+            rfi_mtp_add(mtp, s, place, 0, part);
+            r = rfi_mtp_read(mtp, tokens, place + part, 0, g->err);
+        }
         at += part;
     }
     return r;
@@ -30491,7 +30745,9 @@ static rf_result rfi_generate_step(rfi_generating *g, int32_t token) {
     for (uint32_t i = 0; i <= g->n_drafts; i++)
         s->forward_rows[i] = (rf_token_row){.token = i ? g->drafts[i - 1] : token, .seq = g->d->seq, .pos = RF_POS_NEXT,
                                             .want_logits = 1};
+    const uint32_t place = s->lengths[g->d->seq];
     if (r == RF_OK) r = rf_session_eval(s, s->forward_rows, g->n_drafts + 1, g->err);
+    if (r == RF_OK) rfi_mtp_add(drafter, s, place, 0, g->n_drafts + 1);
     if (r != RF_OK) g->n_drafts = 0;
     g->seconds = rfi_now() - start;
     return r;
@@ -30508,6 +30764,7 @@ static rf_result rfi_generate_settle(rfi_generating *g) {
     }
     g->n_drafts = g->row = 0;
     g->seconds = 0;
+    rfi_mtp_cut(g->d->drafter, n);
     if (rest == 0) return RF_OK;
     rfi_session_cut(g->s, seq, n, NULL);
     const uint32_t kept = g->s->lengths[seq]; /* less where an older state alone was left */
@@ -30531,6 +30788,7 @@ static rf_result rfi_generate_begin_drafts(rfi_generating *g) {
 /* Make the sequence hold ids: evaluate what it does not hold. */
 static rf_result rfi_generate_fill(rfi_generating *g, uint32_t *kept) {
     rf_result r = rf_session_sync(g->s, g->d->seq, g->ids, g->n, kept, g->err);
+    if (r == RF_OK) r = rfi_mtp_begin(g->d->drafter, g->s, (uint32_t)g->d->seq, g->err);
     return r == RF_OK ? rfi_generate_eval(g, g->ids + *kept, g->n - *kept) : r;
 }
 
@@ -30675,7 +30933,8 @@ static rf_result rfi_generate_begin(rfi_generating *g) {
     if (d->grammar) r = rf_grammar_matcher_open(d->grammar, 0, &g->matcher, g->err);
     if (r != RF_OK) return r;
     g->detokenizer = (rf_detokenizer){.tokenizer = g->t, .started = 1};
-    r = d->append ? rfi_generate_eval(g, g->ids, g->n) : rfi_generate_fill(g, &result->n_reused);
+    if (d->append) r = rfi_mtp_begin(d->drafter, g->s, (uint32_t)d->seq, g->err);
+    if (r == RF_OK) r = d->append ? rfi_generate_eval(g, g->ids, g->n) : rfi_generate_fill(g, &result->n_reused);
     g->before = g->s->lengths[d->seq];
     return r == RF_OK ? rfi_generate_begin_drafts(g) : r;
 }
@@ -30738,6 +30997,9 @@ ROCMFORGE_API rf_result rf_generate(rf_session *s, const rf_generate_desc *desc,
     if (r != RF_OK) g.err = NULL; /* err says why */
     const rf_result settled = rfi_generate_settle(&g);
     if (r == RF_OK) r = settled;
+    if (r == RF_OK && desc->drafter && desc->drafter->desc.mtp) /* all but what the next turn begins with */
+        r = rfi_mtp_read(desc->drafter, s->tokens + (uint64_t)(uint32_t)desc->seq * s->desc.n_ctx,
+                         s->lengths[desc->seq], 0, err);
     if (r == RF_OK) r = rfi_generate_flush(&g);
     if (r == RF_ERR_CANCELLED) {
         result->finish = RF_FINISH_CANCELLED;
@@ -30997,7 +31259,7 @@ static rf_result rfi_model_build(rf_model *m, const rf_model_desc *desc, rf_erro
                         "rf_model_open: load_policy %u, stream_policy %u or expert_policy %u is not known",
                         desc->load_policy, desc->stream_policy, desc->expert_policy);
     rfi_key_reader k = {.g = m->g, .err = err};
-    k.result = rfi_config_read(m->g, &m->config, err);
+    k.result = rfi_config_read(m->g, desc->mtp != 0, &m->config, err);
     rfi_key_text(&k, "general.name", &m->name);
     rf_result r = k.result;
     if (r == RF_OK && desc->pre_tokenizer) {
@@ -31235,7 +31497,8 @@ RFI_ONCE_CODE_END
  *            length; kimi-k3: op BLEND, RF_ACT_SITU. KV_STORE without values; rf_attention_params.n_dense.
  *          Speculation: rf_drafter_open, rf_generate_desc.drafter, rf_request.drafter. A recurrent sequence can be cut
  *            back to each of the last rows that asked for logits.
- *          dots3note, hrm_text, hy_v4, qwen4exp: ops HYPER, SPREAD (hyper-connections); rf_plan.ngrams, rows of a table
+ *          MTP heads as drafters: rf_model_desc.mtp, rf_session_desc.mtp, rf_drafter_desc.mtp; rf_plan.ngrams -> given.
+ *          dots3note, hrm_text, hy_v4, qwen4exp: ops HYPER, SPREAD (hyper-connections); rf_plan.given, rows of a table
  *            that stays in the file; rf_conv_params.dilation, and means; rf_rope_params.shift.
  *          gemma3n: ops MATCH and TRIM, rf_mix_params.n_out, rf_spread_params.first.
  *   0.2.0  Renames and one rule for each kind of call; old -> new:

@@ -367,6 +367,8 @@ static int open_model(app *a, const char *device) {
     return DONE;
 }
 
+static int drafts_by_mtp(const app *a) { return a->o.draft && !strcmp(a->o.draft, "mtp"); }
+
 /* The context: --ctx, else n_ctx_train but at most DEFAULT_CTX, or `need` tokens if that is more. */
 static rf_session_desc session_desc(const app *a, uint64_t need, uint32_t n_logits) {
     uint32_t trained = a->info.n_ctx_train;
@@ -377,7 +379,7 @@ static rf_session_desc session_desc(const app *a, uint64_t need, uint32_t n_logi
     const uint32_t n_snapshots = a->o.draft || a->o.shares ? n_logits > 5 ? n_logits - 1 : 4 : 0;
     return (rf_session_desc){.n_ctx = (uint32_t)n_ctx, .n_batch = (uint32_t)a->o.batch, .n_logits_max = n_logits,
                              .n_snapshots = n_snapshots, .cache_type = (uint32_t)a->o.kv,
-                             .swa_full = (uint32_t)a->o.swa_full};
+                             .swa_full = (uint32_t)a->o.swa_full, .mtp = drafts_by_mtp(a)};
 }
 
 static int too_long(app *a, uint64_t n_tokens) {
@@ -888,21 +890,24 @@ static int open_grammar(app *a) {
     return r ? fail(a, FAILED, "%s: %s", is_text ? "--json-schema" : what, a->err.text) : code;
 }
 
-/* Open a session for text and the drafter of --draft: n-grams, and behind them the draft model in a file. */
+/* Open a session for text and the drafter of --draft: n-grams, and behind them the MTP head or a draft model. */
 static int open_writing_session(app *a, uint64_t need, uint64_t n_tokens) {
     int code;
     const uint32_t max = (uint32_t)a->o.draft_max;
-    const char *path = a->o.draft && strcmp(a->o.draft, "ngram") ? a->o.draft : NULL;
+    const int mtp = drafts_by_mtp(a);
+    const char *path = a->o.draft && !mtp && strcmp(a->o.draft, "ngram") ? a->o.draft : NULL;
     if ((code = open_session(a, need, n_tokens, a->o.draft ? max + 1 : 1))) return code;
     if (!a->o.draft) return DONE;
-    if (path) {
-        if ((code = lib(a, rf_gguf_open(path, NULL, &a->draft_g, &a->err)))) return code;
-        if ((code = lib(a, rf_model_open(a->draft_g, a->d, NULL, &a->draft_m, &a->err)))) return code;
+    if (path && (code = lib(a, rf_gguf_open(path, NULL, &a->draft_g, &a->err)))) return code;
+    if (path || mtp) {
+        const rf_model_desc how = {.mtp = (uint32_t)mtp};
+        if ((code = lib(a, rf_model_open(mtp ? a->g : a->draft_g, a->d, &how, &a->draft_m, &a->err)))) return code;
         const uint32_t trained = rf_model_get_info(a->draft_m).n_ctx_train;
         const rf_session_desc desc = {.n_ctx = trained && trained < a->n_ctx ? trained : a->n_ctx};
         if ((code = lib(a, rf_session_open(a->draft_m, &desc, &a->draft_s, &a->err)))) return code;
     }
-    const rf_drafter_desc desc = {.max_drafts = max, .session = a->draft_s};
+    const rf_drafter_desc desc = {.max_drafts = max, .session = mtp ? NULL : a->draft_s,
+                                  .mtp = mtp ? a->draft_s : NULL};
     return lib(a, rf_drafter_open(a->m, &desc, &a->drafter, &a->err));
 }
 
@@ -2886,8 +2891,8 @@ static const flag flags[] = {
     {"--template-args, --chat-template-kwargs", TEXT, AT(extra), WRITE, 0, 0, 0, "JSON", "an object of its variables"},
     {"--grammar", TEXT, AT(grammar), WRITE, 0, 0, 0, "F", "what the answer may be: a file of GBNF"},
     {"--json-schema", TEXT, AT(schema), WRITE, 0, 0, 0, "F|JSON", "the answer is JSON of this schema; {} is any"},
-    {"--draft", TEXT, AT(draft), WRITE, 0, 0, 0, "ngram|F",
-     "faster: evaluate what followed the last tokens before; or else what a draft model says"},
+    {"--draft", TEXT, AT(draft), WRITE, 0, 0, 0, "ngram|mtp|F",
+     "faster: evaluate what followed the last tokens before; or else what the MTP head or a draft model says"},
     {"--draft-max, --draft-n", COUNT, AT(draft_max), WRITE | BENCH, 0, 1, 15, "N", "drafts in a step at most (8)"},
     {"--stop", LIST, AT(stop), WRITE, 0, 0, 0, "S", "a text that ends the answer; may be given many times"},
     {"-n, --max-tokens, --n-predict", LIMIT, AT(max_tokens), WRITE, 0, 0, INT32_MAX, "N",

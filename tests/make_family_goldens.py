@@ -9,14 +9,15 @@ The answers are for tests/test_goldens.c. The formulas follow the papers and the
 the names and layouts of tensors those of GGUF's converters; nothing is shared with the library, and whoever writes a
 family there does not read this file. All functions take the whole sequence, without a cache: [T] tokens, x [T, n_embd],
 q [T, heads, head_dim]. NAME.txt: lines "tokens", "greedy" (the continuation) and "margins" (best minus second logit of
-each of its steps), then one line of logits per token.
+each of its steps), then one line of logits per token. With an MTP head: "drafts", and its line of logits for each token of the
+prompt and each draft but the last.
 
 llama.cpp 0.5.0 gives the same answers for these models stored in 32 bits, to 6e-5; with gelu, of which it reads a table
 of 16-bit values, to 1e-2 in the rows where the table rounds another way, else to 1e-5."""
 import os, struct, sys
 import numpy as np
 
-N_EMBD, N_VOCAB, N_PROMPT, N_GREEDY = 32, 64, 28, 16
+N_EMBD, N_VOCAB, N_PROMPT, N_GREEDY, N_DRAFTS = 32, 64, 28, 16, 4
 # A test that rounds to float32 can only be held to choices that are not near ties.
 GREEDY_MARGIN, ROUTER_MARGIN = 0.02, 2e-3
 
@@ -50,7 +51,7 @@ class Model:
 
     def __init__(self, arch, name):
         self.arch, self.name, self.keys, self.tensors, self.router_margin = arch, name, {}, {}, np.inf
-        self.encoder, self.head, self.scores = False, None, None
+        self.encoder, self.head, self.scores, self.mtp = False, None, None, None
 
     def u32(self, **values): self.put('u32', values)
     def f32(self, **values): self.put('f32', values)
@@ -352,12 +353,19 @@ def shared_expert(m, il, h):
 
 
 def pre_norm_decoder(m, tokens, mix, ffn, ffn_norm='ffn_norm', final='output_norm', embedding_scale=1.0):
-    """x += mix(norm(x)); x += ffn(norm(x)) for each layer"""
+    return logits(m, pre_norm_hidden(m, tokens, mix, ffn, ffn_norm, final, embedding_scale))
+
+
+def pre_norm_hidden(m, tokens, mix, ffn, ffn_norm, final='output_norm', embedding_scale=1.0):
+    """x += mix(norm(x)); x += ffn(norm(x)) for each layer; then the norm that the output matrix reads"""
     x = m.at('token_embd.weight')[tokens] * embedding_scale
-    for il in range(m.get('block_count')):
+    for il in range(trunk_layers(m)):
         x = x + mix(m, il, rms_norm(m, 'blk.%d.attn_norm' % il, x))
         if ffn: x = x + ffn(m, il, rms_norm(m, 'blk.%d.%s' % (il, ffn_norm), x))
-    return logits(m, rms_norm(m, final, x))
+    return rms_norm(m, final, x)
+
+
+def trunk_layers(m): return m.get('block_count') - m.get('nextn_predict_layers', 0)
 
 
 def logits(m, x):
@@ -581,7 +589,7 @@ def put_qwen_mixes(m, put_projections):
         m.norm('blk.%d.post_attention_norm' % il, N_EMBD)
 
 
-def is_full(m, il): return (il + 1) % m.get('full_attention_interval') == 0
+def is_full(m, il): return il >= trunk_layers(m) or (il + 1) % m.get('full_attention_interval') == 0
 
 
 def put_qwen_moe(m, il, fused=False):
@@ -608,10 +616,12 @@ def separate_projections(m, il, h):
 
 def qwen35_decoder(ffn):
     """value head h goes with key head h modulo their number: converters of this family order the value heads so"""
-    def mix(m, il, h):
-        if is_full(m, il): return gated_attention(m, il, h)
-        return delta_net(m, il, h, separate_projections, lambda i: i % m.get('ssm.group_count'))
-    return lambda m, tokens: pre_norm_decoder(m, tokens, mix, ffn, ffn_norm='post_attention_norm')
+    return lambda m, tokens: pre_norm_decoder(m, tokens, qwen35_mix, ffn, ffn_norm='post_attention_norm')
+
+
+def qwen35_mix(m, il, h):
+    if is_full(m, il): return gated_attention(m, il, h)
+    return delta_net(m, il, h, separate_projections, lambda i: i % m.get('ssm.group_count'))
 
 
 def make_qwen35():
@@ -634,6 +644,66 @@ def qwen35moe(name, fused):
     put_qwen_mixes(m, put_separate_projections)
     for il in range(layers): put_qwen_moe(m, il, fused)
     return m, qwen35_decoder(qwen_moe)
+
+
+def put_mtp(m, own):
+    """a head for the token after next, whose block is the last one; own: with tensors that it else shares with the model"""
+    b, n = 'blk.%d.nextn.' % trunk_layers(m), m.get('embedding_length')
+    m.weight(b + 'eh_proj', n, 2 * n, gain=1.5)
+    m.norm(b + 'enorm', n)
+    m.norm(b + 'hnorm', n)
+    if not own: return
+    m.norm(b + 'shared_head_norm', n)
+    m.weight(b + 'embed_tokens', N_VOCAB, n, gain=n ** 0.5)
+    m.weight(b + 'shared_head_head', N_VOCAB, n, gain=4.0)
+
+
+def qwen35_mtp(ffn):
+    """of tokens [T] and what the model made of the token before each, [T, n_embd]: hidden rows and logits"""
+    def head(m, tokens, g):
+        il = trunk_layers(m)
+        b = 'blk.%d.' % il
+        def mine(name, shared): return b + 'nextn.' + name if m.has(b + 'nextn.' + name + '.weight') else shared
+        e = rms_norm(m, b + 'nextn.enorm', m.at(mine('embed_tokens', 'token_embd') + '.weight')[tokens])
+        x = linear(m, b + 'nextn.eh_proj', np.concatenate([e, rms_norm(m, b + 'nextn.hnorm', g)], 1))
+        x = x + gated_attention(m, il, rms_norm(m, b + 'attn_norm', x))
+        x = x + ffn(m, il, rms_norm(m, b + 'post_attention_norm', x))
+        x = rms_norm(m, mine('shared_head_norm', 'output_norm'), x)
+        output = mine('shared_head_head', 'output' if m.has('output.weight') else 'token_embd')
+        return x, x @ m.at(output + '.weight').T
+    return head
+
+
+def with_mtp(m, ffn):
+    """the model as it is without, and m.mtp: hidden rows of the model, and the head"""
+    mix = qwen35_mix
+    m.mtp = (lambda m, tokens: pre_norm_hidden(m, tokens, mix, ffn, 'post_attention_norm'), qwen35_mtp(ffn))
+    return m, qwen35_decoder(ffn)
+
+
+def make_qwen35_mtp():
+    m = Model('qwen35', 'qwen35-mtp')
+    delta_net_keys(m, layers=3, interval=2, n_k=2, n_v=4, d=16, eps=2e-3)
+    m.u32(nextn_predict_layers=1)
+    m.i32s(rope__dimension_sections=[2, 1, 1, 0])
+    put_embeddings(m, tied=True)
+    put_qwen_mixes(m, put_separate_projections)
+    for il in range(3): put_ffn(m, il, 48)
+    put_mtp(m, own=False)
+    return with_mtp(m, gated_ffn)
+
+
+def make_qwen35moe_mtp():
+    m = Model('qwen35moe', 'qwen35moe-mtp')
+    delta_net_keys(m, layers=3, interval=2, n_k=2, n_v=4, d=16, eps=2e-3)
+    m.u32(nextn_predict_layers=1)
+    m.i32s(rope__dimension_sections=[2, 1, 1, 0])
+    m.u32(expert_count=6, expert_used_count=3, expert_feed_forward_length=16, expert_shared_feed_forward_length=24)
+    put_embeddings(m)
+    put_qwen_mixes(m, put_separate_projections)
+    for il in range(3): put_qwen_moe(m, il)
+    put_mtp(m, own=True)
+    return with_mtp(m, qwen_moe)
 
 
 def make_qwen35moe(): return qwen35moe('qwen35moe', fused=False)
@@ -2671,7 +2741,7 @@ FAMILIES = [make_mixtral, make_qwen2moe, make_olmoe, make_lfm2, make_lfm2moe, ma
             make_hunyuan_dense, make_jais, make_minicpm3, make_apertus, make_step35, make_deepseek32, make_glm_dsa,
             make_minimax_m3, make_nomic_bert, make_jina_bert_v3, make_modern_bert, make_modern_bert_silu,
             make_kimi_k3, make_qwen4exp, make_dots3note, make_hy_v4,
-            make_hrm_text]
+            make_hrm_text, make_qwen35_mtp, make_qwen35moe_mtp]
 
 
 # ---- answers ----
@@ -2690,8 +2760,25 @@ def answers(m, forward):
             margins.append(best[-1] - best[-2])
             if min(margins) < GREEDY_MARGIN: break
             row = forward(m, np.array(tokens + greedy))[-1]
-        if min(margins) >= GREEDY_MARGIN and m.router_margin >= ROUTER_MARGIN: return tokens, table, greedy, margins
+        near = m.mtp and min(margins) >= GREEDY_MARGIN and not mtp_answers(m, tokens)
+        if min(margins) >= GREEDY_MARGIN and m.router_margin >= ROUTER_MARGIN and not near:
+            return tokens, table, greedy, margins
     sys.exit(m.name + ': every prompt has a near tie')
+
+
+def mtp_answers(m, tokens):
+    """drafts after the prompt, each from the one before, and the head's logits of the prompt and of the drafts but the last;
+    None: a draft is a near tie. Before the first token there is nothing: zeros"""
+    hidden, head = m.mtp
+    tokens, drafts = np.array(tokens), []
+    g = np.concatenate([np.zeros((1, N_EMBD)), hidden(m, tokens)[:-1]])
+    for i in range(N_DRAFTS):
+        x, table = head(m, tokens, g)
+        best = np.sort(table[-1])
+        if best[-1] - best[-2] < GREEDY_MARGIN: return None
+        drafts.append(int(table[-1].argmax()))
+        if i + 1 < N_DRAFTS: tokens, g = np.append(tokens, drafts[-1]), np.concatenate([g, x[-1:]])
+    return ['drafts ' + numbers('%d', drafts)] + [numbers('%.5f', row) for row in table]
 
 
 def encoder_answers(m, forward):
@@ -2719,6 +2806,7 @@ def make(family):
     lines = ['tokens ' + numbers('%d', tokens), 'greedy ' + numbers('%d', greedy)]
     lines += ['margins ' + numbers('%.5f', margins)]
     lines += [numbers('%.5f', row) for row in table]
+    if m.mtp: lines += mtp_answers(m, tokens)
     return m.name, write_gguf(m), '\n'.join(lines) + '\n'
 
 

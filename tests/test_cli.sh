@@ -197,6 +197,12 @@ for drafts in ngram examples/shakespeare-5m.gguf; do
     verdict "drafts: $drafts: the same text" cmp -s "$t/out" "$t/plain"
     verdict "drafts: $drafts: some are right" grep -q 'drafts [1-9][0-9]* of [0-9]* right' "$t/err"
 done
+mtp=tests/family/qwen35-mtp.gguf
+expect 0 "no drafts of an MTP head" generate $mtp ABC -n 30 --temp 0 && cp "$t/out" "$t/plain"
+expect 0 "drafts: mtp" generate $mtp ABC -n 30 --temp 0 --draft mtp --draft-max 2
+verdict "drafts: mtp: the same text" cmp -s "$t/out" "$t/plain"
+verdict "drafts: mtp: some" grep -q 'drafts [0-9]* of [1-9][0-9]* right' "$t/err"
+expect 1 "no MTP head" generate $model a --draft mtp && says "no MTP head" "MTP head"
 expect 1 "a draft model with other tokens" generate $model a --draft tests/family/gemma4.gguf && says "a draft model with other tokens" "64 tokens"
 expect 0 "logit bias" generate $model "$(cat "$t/prompt")" -n 1 --temp 0 --logit-bias 267-inf --logit-bias 261+1000
 verdict "logit bias: the token that has it" [ "$(cat "$t/out")" = "$(echo '[261]' | "$cli" tokenize $model --decode)" ]

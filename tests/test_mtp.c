@@ -1,0 +1,330 @@
+/* cc -O2 -I. -o test_mtp tests/test_mtp.c -lm -pthread && ./test_mtp        from the repository root
+ * Heads for multi-token prediction (MTP): their logits against a forward pass in float64 (tests/make_family_goldens.py), and
+ * as drafters: the same tokens as without, and the same drafts after rejected ones as if the text had been the prompt. */
+#define ROCMFORGE_IMPLEMENTATION
+#include "rocmforge.h"
+#include <math.h>
+#include "make_gguf.h"
+#include "rf_test.h"
+#include "rf_rig.h"
+
+#define N_VOCAB 64
+#define N_PROMPT 28
+#define N_DRAFTS 4
+#define TOLERANCE 1e-4 /* as tests/test_goldens.c, which says why */
+
+static const char *const families[] = {"qwen35-mtp", "qwen35moe-mtp"};
+
+static rig r;          /* the model      */
+static rf_model *head; /* and its head   */
+static rf_session *hs;
+
+static int32_t prompt[N_PROMPT], drafts[N_DRAFTS];
+static float wanted[N_PROMPT + N_DRAFTS - 1][N_VOCAB]; /* the head's logits */
+
+static void close_all(void) {
+    rf_session_close(hs, NULL);
+    CHECK(rf_model_close(head, NULL) == RF_OK);
+    hs = NULL, head = NULL;
+    rig_close(&r);
+}
+
+static int open_all(const char *name, uint32_t n_batch, uint32_t n_ctx_head) {
+    char path[64];
+    close_all();
+    snprintf(path, sizeof path, "tests/family/%s.gguf", name);
+    const rf_session_desc desc = {.n_ctx = 96, .n_batch = n_batch, .n_logits_max = 8, .n_snapshots = 8, .mtp = 1, .cache_type = RF_CACHE_F32};
+    const rf_session_desc head_desc = {.n_ctx = n_ctx_head, .n_logits_max = 32, .cache_type = RF_CACHE_F32};
+    if (!rig_open(&r, &(rig_how){.path = path, .session = &desc})) return 0;
+    CHECK(rf_model_open(r.g, r.d, &(rf_model_desc){.mtp = 1}, &head, &r.err) == RF_OK, "%s", r.err.text);
+    return head && rf_session_open(head, &head_desc, &hs, &r.err) == RF_OK;
+}
+
+/* Tokens of the prompt, and of a head's drafts and logits after it. */
+static int read_answers(const char *name) {
+    char path[64];
+    int ok = 1;
+    float unused;
+    snprintf(path, sizeof path, "tests/family/%s.txt", name);
+    FILE *f = fopen(path, "r");
+    if (!f) return 0;
+    ok = fscanf(f, "tokens") == 0;
+    for (int i = 0; ok && i < N_PROMPT; i++) ok = fscanf(f, "%d", &prompt[i]) == 1;
+    ok = ok && fscanf(f, " greedy%*[^\n] margins%*[^\n]") == 0;
+    for (int i = 0; ok && i < N_PROMPT * N_VOCAB; i++) ok = fscanf(f, "%f", &unused) == 1;
+    ok = ok && fscanf(f, " drafts") == 0;
+    for (int i = 0; ok && i < N_DRAFTS; i++) ok = fscanf(f, "%d", &drafts[i]) == 1;
+    for (int i = 0; ok && i < (N_PROMPT + N_DRAFTS - 1) * N_VOCAB; i++) ok = fscanf(f, "%f", &wanted[i / N_VOCAB][i % N_VOCAB]) == 1;
+    fclose(f);
+    return ok;
+}
+
+static double distance(const float *logits, const float *want) {
+    double worst = 0;
+    for (int i = 0; i < N_VOCAB; i++) worst = fmax(worst, fabs((double)logits[i] - (double)want[i]));
+    return worst;
+}
+
+/* Every logit of the head: the prompt in calls of some rows, then drafts from the head's own hidden rows. */
+static void test_logits(void) {
+    for (size_t k = 0; k < RFT_COUNT(families); k++)
+        for (uint32_t part = 1; part <= N_PROMPT; part = part * 3 + 1) {
+            static float hidden[N_PROMPT + 1][64];
+            float *logits;
+            double worst = 0;
+            REQUIRE(open_all(families[k], 0, 64) && read_answers(families[k]), "%s: %s", families[k], r.err.text);
+            const uint32_t n_embd = rf_model_get_info(r.m).n_embd;
+            memset(hidden, 0, sizeof hidden);
+            CHECK(n_embd <= 64 && rf_session_forward(r.s, prompt, N_PROMPT, NULL, &r.err) == RF_OK, "%s", r.err.text);
+            for (uint32_t i = 0; i < N_PROMPT; i++) memcpy(hidden[i + 1], r.s->hidden + i * n_embd, n_embd * sizeof(float));
+            for (uint32_t at = 0, n; at < N_PROMPT; at += n) {
+                rf_token_row rows[N_PROMPT];
+                n = part < N_PROMPT - at ? part : N_PROMPT - at;
+                for (uint32_t i = 0; i < n; i++)
+                    rows[i] = (rf_token_row){.token = prompt[at + i], .embedding = hidden[at + i], .pos = RF_POS_NEXT, .want_logits = 1};
+                REQUIRE(rf_session_eval(hs, rows, n, &r.err) == RF_OK, "%s", r.err.text);
+                for (uint32_t i = 0; i < n; i++) {
+                    REQUIRE(rf_session_get_logits(hs, i, &logits, NULL) == RF_OK);
+                    worst = fmax(worst, distance(logits, wanted[at + i]));
+                }
+                CHECK(rf_session_hidden(hs, n - 1, 1, hidden[0], NULL) == RF_OK);
+            }
+            int32_t id = -1;
+            CHECK(rf_session_get_argmax(hs, (N_PROMPT - 1) % part, &id, NULL) == RF_OK);
+            for (int i = 0; i < N_DRAFTS; i++) {
+                CHECK(id == drafts[i], "%s: draft %d is %d, want %d", families[k], i, id, drafts[i]);
+                if (i + 1 == N_DRAFTS) break;
+                const rf_token_row row = {.token = id, .embedding = hidden[0], .pos = RF_POS_NEXT, .want_logits = 1};
+                REQUIRE(rf_session_eval(hs, &row, 1, &r.err) == RF_OK && rf_session_get_logits(hs, 0, &logits, NULL) == RF_OK, "%s", r.err.text);
+                worst = fmax(worst, distance(logits, wanted[N_PROMPT + i]));
+                CHECK(rf_session_hidden(hs, 0, 1, hidden[0], NULL) == RF_OK && rf_session_get_argmax(hs, 0, &id, NULL) == RF_OK);
+            }
+            CHECK(worst < TOLERANCE, "%s in parts of %u: %g", families[k], part, worst);
+        }
+}
+
+/* ---- as drafters ---- */
+
+static rf_drafter *drafter_of(rf_drafter_desc d) {
+    rf_drafter *out = NULL;
+    d.allocator = memory_allocator(&r.mem), d.mtp = hs;
+    if (d.ngram == 0) d.ngram = RF_NONE;
+    CHECK(rf_drafter_open(r.m, &d, &out, &r.err) == RF_OK, "%s", r.err.text);
+    return out;
+}
+
+typedef struct record {
+    int32_t ids[96];
+    uint32_t n;
+} record;
+static int on_token(int32_t token, void *user) {
+    record *o = user;
+    o->ids[o->n++] = token;
+    return 0;
+}
+static rf_result generate(const int32_t *ids, uint32_t n, uint32_t append, uint32_t max, float temperature, rf_drafter *drafter, record *out) {
+    rf_sampler sampler;
+    *out = (record){0};
+    CHECK(rf_sampler_init(&sampler, &(rf_sampler_desc){.temperature = temperature, .seed = 5}, NULL) == RF_OK);
+    return rf_generate(r.s, &(rf_generate_desc){.ids = ids, .n_ids = n, .append = append, .max_tokens = max, .sampler = &sampler,
+                                                .drafter = drafter, .on_token = on_token, .user = out}, NULL, &r.err);
+}
+
+/* What the head would draft after one token more. */
+static void propose(rf_drafter *d, int32_t token, int32_t *out) {
+    uint32_t n = 0;
+    rfi_drafter_append(d, token);
+    CHECK(rfi_drafter_propose(d, N_VOCAB, out, N_DRAFTS, &n, &r.err) == RF_OK && n == N_DRAFTS, "%u drafts: %s", n, r.err.text);
+}
+
+/* After a prompt the drafts are the reference's, however the prompt is cut. */
+static void test_drafts(void) {
+    for (size_t k = 0; k < RFT_COUNT(families); k++)
+        for (uint32_t n_batch = 5; n_batch < 64; n_batch += 25) {
+            record unused;
+            int32_t got[N_DRAFTS];
+            REQUIRE(open_all(families[k], n_batch, 64) && read_answers(families[k]));
+            rf_drafter *one = drafter_of((rf_drafter_desc){0});
+            CHECK(generate(prompt, N_PROMPT - 1, 0, 1, 0, one, &unused) == RF_OK, "%s", r.err.text);
+            propose(one, prompt[N_PROMPT - 1], got);
+            CHECK(memcmp(got, drafts, sizeof got) == 0, "%s: %d %d %d %d", families[k], got[0], got[1], got[2], got[3]);
+            CHECK(rf_drafter_close(one, NULL) == RF_OK);
+        }
+}
+
+/* The same tokens as without drafts, greedy and sampled; and then the head knows what it would know of the text as a prompt:
+ * rejected drafts leave nothing, steps without drafts are made up for. */
+static void test_same_ids(void) {
+    for (size_t k = 0; k < RFT_COUNT(families); k++)
+        for (uint32_t how = 0; how < 6; how++) {
+            static record want, got, unused;
+            int32_t warm[N_DRAFTS], fresh[N_DRAFTS], text[96];
+            const float temperature = how % 2 ? 0.8f : 0;
+            REQUIRE(open_all(families[k], how < 2 ? 0 : 16, 96) && read_answers(families[k]));
+            CHECK(generate(prompt, 20, 0, 41, temperature, NULL, &want) == RF_OK && want.n > 1, "%s", r.err.text);
+            CHECK(rf_session_truncate(r.s, 0, 0, NULL, NULL) == RF_OK);
+            rf_drafter *one = drafter_of((rf_drafter_desc){.max_drafts = 1 + how, .fixed = how < 4, .ngram = how == 5 ? 2 : 0});
+            CHECK(generate(prompt, 20, 0, 41, temperature, one, &got) == RF_OK, "%s", r.err.text);
+            CHECK(got.n == want.n && memcmp(got.ids, want.ids, got.n * 4) == 0, "%s, way %u: other tokens", families[k], how);
+            const rf_drafter_stats stats = rf_drafter_get_stats(one);
+            CHECK(how >= 4 || (stats.drafted > stats.accepted && stats.tokens == got.n - 1), "%llu", (unsigned long long)stats.drafted);
+
+            const uint32_t n = rf_session_length(r.s, 0); /* the last token chosen is not in it */
+            memcpy(text, prompt, 20 * sizeof *text);
+            memcpy(text + 20, got.ids, (n - 20) * sizeof *text);
+            propose(one, got.ids[got.n - 1], warm);
+            CHECK(rf_session_truncate(r.s, 0, 0, NULL, NULL) == RF_OK && rf_session_truncate(hs, 0, 0, NULL, NULL) == RF_OK);
+            rf_drafter *two = drafter_of((rf_drafter_desc){0});
+            CHECK(generate(text, n, 0, 1, 0, two, &unused) == RF_OK, "%s", r.err.text);
+            propose(two, got.ids[got.n - 1], fresh);
+            CHECK(how == 5 || memcmp(warm, fresh, sizeof warm) == 0, "%s, way %u: %d %d %d %d, of a prompt %d %d %d %d", families[k], how, warm[0],
+                  warm[1], warm[2], warm[3], fresh[0], fresh[1], fresh[2], fresh[3]);
+            CHECK(rf_drafter_close(one, NULL) == RF_OK && rf_drafter_close(two, NULL) == RF_OK);
+        }
+}
+
+/* A second turn goes on where the head is; another prompt, and a head that is full, begin anew. */
+static void test_turns(void) {
+    static record want, got;
+    int32_t after[N_DRAFTS], again[N_DRAFTS];
+    REQUIRE(open_all(families[0], 0, 24) && read_answers(families[0]));
+    rf_drafter *one = drafter_of((rf_drafter_desc){.max_drafts = 3, .fixed = 1});
+    for (uint32_t turn = 0; turn < 3; turn++) {
+        CHECK(rf_session_truncate(r.s, 0, 0, NULL, NULL) == RF_OK && generate(prompt + turn, 20, 0, 20, 0, NULL, &want) == RF_OK);
+        CHECK(generate(prompt + turn, 20, 0, 20, 0, one, &got) == RF_OK, "%s", r.err.text);
+        CHECK(got.n == want.n && memcmp(got.ids, want.ids, got.n * 4) == 0 && hs->lengths[0] <= 24 && one->mtp_first > 0, "turn %u", turn);
+    }
+    CHECK(rf_drafter_close(one, NULL) == RF_OK);
+
+    /* the head goes on with the second turn, and drafts as if all had been one prompt */
+    REQUIRE(open_all(families[0], 0, 96));
+    one = drafter_of((rf_drafter_desc){.max_drafts = 3, .fixed = 1});
+    CHECK(generate(prompt, 10, 0, 6, 0, one, &got) == RF_OK && generate(prompt + 10, 10, 1, 1, 0, one, &want) == RF_OK);
+    CHECK(one->mtp_first == 0 && hs->lengths[0] == rf_session_length(r.s, 0));
+    propose(one, prompt[20], after);
+    int32_t text[32];
+    const uint32_t n = rf_session_length(r.s, 0);
+    memcpy(text, r.s->tokens, n * sizeof *text);
+    CHECK(rf_session_truncate(r.s, 0, 0, NULL, NULL) == RF_OK && generate(text, n, 0, 1, 0, one, &got) == RF_OK);
+    propose(one, prompt[20], again);
+    CHECK(memcmp(after, again, sizeof after) == 0);
+    CHECK(rf_drafter_close(one, NULL) == RF_OK);
+}
+
+/* ---- of a scheduler ---- */
+
+typedef struct client {
+    record got;
+    rf_result reason;
+} client;
+static int on_served(int32_t token, void *user) { return on_token(token, &((client *)user)->got); }
+static void on_end(rf_result reason, void *user) { ((client *)user)->reason = reason; }
+
+/* Two requests, each with a head of its own, and one without: the same tokens; and the heads know the texts. */
+static void test_scheduler(void) {
+    static record want[3];
+    static client clients[3];
+    const rf_tokenizer *t = NULL;
+    rf_scheduler *sch = NULL;
+    rf_drafter *drafters[3] = {0};
+    rf_session *second = NULL;
+    rf_sampler samplers[3];
+    uint32_t n_active = 1;
+    REQUIRE(open_all(families[1], 0, 96) && read_answers(families[1]));
+    for (int i = 0; i < 3; i++) {
+        CHECK(rf_session_truncate(r.s, 0, 0, NULL, NULL) == RF_OK && generate(prompt + i, 20, 0, 24, 0, NULL, &want[i]) == RF_OK, "%s", r.err.text);
+        CHECK(rf_sampler_init(&samplers[i], NULL, NULL) == RF_OK);
+    }
+    const rf_session_desc desc = {.n_ctx = 64, .n_seq_max = 3, .n_batch = 16, .n_logits_max = 12, .n_snapshots = 4, .mtp = 1, .cache_type = RF_CACHE_F32};
+    rf_session_close(r.s, NULL);
+    REQUIRE(rf_session_open(r.m, &desc, &r.s, &r.err) == RF_OK, "%s", r.err.text);
+    REQUIRE(rf_session_open(head, &(rf_session_desc){.n_ctx = 64, .cache_type = RF_CACHE_F32}, &second, &r.err) == RF_OK, "%s", r.err.text);
+    CHECK(rf_model_get_tokenizer(r.m, &t, NULL) == RF_OK && rf_scheduler_open(r.s, t, 4, &sch, &r.err) == RF_OK, "%s", r.err.text);
+    for (int i = 0; i < 3; i++) {
+        const rf_drafter_desc how = {.max_drafts = 3, .fixed = 1, .ngram = RF_NONE, .mtp = i ? second : hs, .allocator = memory_allocator(&r.mem)};
+        if (i < 2) CHECK(rf_drafter_open(r.m, &how, &drafters[i], &r.err) == RF_OK, "%s", r.err.text);
+        clients[i] = (client){.reason = RF_ERR_BUSY};
+        const rf_request q = {.prompt = prompt + i, .n_prompt = 20, .max_tokens = 24, .sampler = &samplers[i], .on_token = on_served, .on_end = on_end,
+                              .user = &clients[i], .drafter = drafters[i]};
+        CHECK(rf_scheduler_submit(sch, &q, &r.err) == RF_OK, "%s", r.err.text);
+    }
+    while (n_active) REQUIRE(rf_scheduler_step(sch, &n_active, &r.err) == RF_OK, "%s", r.err.text);
+    CHECK(rf_scheduler_close(sch, NULL) == RF_OK);
+    for (int i = 0; i < 3; i++) {
+        int32_t warm[N_DRAFTS], fresh[N_DRAFTS], text[64];
+        record unused;
+        CHECK(clients[i].reason == RF_OK && clients[i].got.n == want[i].n && memcmp(clients[i].got.ids, want[i].ids, want[i].n * 4) == 0, "request %d", i);
+        if (i == 2) continue;
+        CHECK(rf_drafter_get_stats(drafters[i]).drafted > 10);
+        propose(drafters[i], 7, warm); /* `7` in place of the last token, of which the scheduler tells the drafter nothing */
+        memcpy(text, prompt + i, 20 * sizeof *text);
+        memcpy(text + 20, want[i].ids, (want[i].n - 1) * sizeof *text);
+        rf_drafter *two = drafter_of((rf_drafter_desc){0});
+        CHECK(rf_session_truncate(r.s, 0, 0, NULL, NULL) == RF_OK && rf_session_truncate(two->desc.mtp, 0, 0, NULL, NULL) == RF_OK);
+        CHECK(generate(text, 19 + want[i].n, 0, 1, 0, two, &unused) == RF_OK, "%s", r.err.text);
+        propose(two, 7, fresh);
+        CHECK(memcmp(warm, fresh, sizeof warm) == 0, "request %d: %d %d %d %d, of a prompt %d %d %d %d", i, warm[0], warm[1], warm[2], warm[3], fresh[0],
+              fresh[1], fresh[2], fresh[3]);
+        CHECK(rf_drafter_close(two, NULL) == RF_OK && rf_drafter_close(drafters[i], NULL) == RF_OK);
+    }
+    rf_session_close(second, NULL);
+}
+
+/* What is refused, by name; each allocation may fail. */
+static void test_errors(void) {
+    static record unused;
+    rf_drafter *one = NULL;
+    rf_model *none = NULL;
+    rf_session *plain = NULL;
+    REQUIRE(open_all(families[0], 0, 64) && read_answers(families[0]));
+    CHECK(rf_drafter_open(r.m, &(rf_drafter_desc){.mtp = r.s}, &one, &r.err) == RF_ERR_ARGUMENT && strstr(r.err.text, "MTP head"), "%s", r.err.text);
+    CHECK(rf_session_open(head, &(rf_session_desc){.mtp = 1}, &plain, &r.err) == RF_ERR_UNSUPPORTED, "%s", r.err.text);
+    CHECK(rf_session_forward(hs, prompt, 1, NULL, &r.err) == RF_ERR_ARGUMENT && strstr(r.err.text, "hidden row"), "%s", r.err.text);
+    CHECK(rf_session_open(r.m, &(rf_session_desc){.n_ctx = 64, .n_logits_max = 4}, &plain, &r.err) == RF_OK);
+    one = drafter_of((rf_drafter_desc){0});
+    CHECK(rf_generate(plain, &(rf_generate_desc){.ids = prompt, .n_ids = 4, .drafter = one}, NULL, &r.err) == RF_ERR_ARGUMENT &&
+          strstr(r.err.text, "rf_session_desc.mtp"), "%s", r.err.text);
+    rf_session_close(plain, NULL);
+    CHECK(rf_drafter_close(one, NULL) == RF_OK);
+
+    CHECK(rf_model_preload_all(head, NULL) == RF_OK && rf_model_preload_all(r.m, NULL) == RF_OK);
+    const int64_t live = memory_read(&r.mem.live);
+    rf_result res = RF_ERR_MEMORY;
+    int n_failures = 0;
+    for (int64_t fail = 1; fail < 60 && res != RF_OK; fail++) {
+        const rf_drafter_desc desc = {.allocator = memory_allocator(&r.mem), .mtp = hs};
+        CHECK(rf_session_truncate(r.s, 0, 0, NULL, NULL) == RF_OK);
+        r.mem.calls = 0, r.mem.fail_at = fail;
+        res = rf_drafter_open(r.m, &desc, &one, &r.err);
+        if (res == RF_OK) res = generate(prompt, 9, 0, 9, 0, one, &unused);
+        CHECK(res == RF_OK || (res == RF_ERR_MEMORY && r.err.code == res && r.err.text[0]), "%s", r.err.text);
+        rf_drafter_close(one, NULL);
+        CHECK(memory_read(&r.mem.live) == live, "%d blocks are left", (int)(memory_read(&r.mem.live) - live));
+        n_failures += res != RF_OK;
+    }
+    r.mem.fail_at = 0;
+    CHECK(n_failures >= 6, "%d allocations", n_failures);
+
+    static const char *const without[] = {"qwen35", "mixtral"};
+    for (int i = 0; i < 2; i++) {
+        char path[64];
+        rig other;
+        snprintf(path, sizeof path, "tests/family/%s.gguf", without[i]);
+        REQUIRE(rig_open(&other, &(rig_how){.path = path}));
+        CHECK(rf_model_open(other.g, other.d, &(rf_model_desc){.mtp = 1}, &none, &other.err) == RF_ERR_NOT_FOUND && !none &&
+              strstr(other.err.text, "no MTP head"), "%s", other.err.text);
+        rig_close(&other);
+    }
+}
+
+int main(int argc, char **argv) {
+    RFT_BEGIN(argc, argv);
+    RUN(test_logits);
+    RUN(test_drafts);
+    RUN(test_same_ids);
+    RUN(test_turns);
+    RUN(test_scheduler);
+    RUN(test_errors);
+    close_all();
+    RFT_END();
+}
