@@ -1418,14 +1418,16 @@ struct rfk_norm_args {
 };
 struct rfk_norm_shared { float sum[2][8]; };
 
-/* Sum over the block, in every thread. Each sum of a launch has a `slot` of its own: no barrier is needed between
- * them. */
-template <int WAVE> RFK_DEVICE float rfk_block_sum(rfk_norm_shared &s, int slot, float v) {
+/* Sum over the block of `threads`, in every thread. Each sum of a launch has a `slot` of its own: no barrier is needed
+ * between them. */
+template <int WAVE> RFK_DEVICE float rfk_block_sum(rfk_norm_shared &s, int slot, float v, uint32_t threads = RFK_BLOCK) {
     v = rfk_wave_sum<WAVE>(v);
     if (threadIdx.x % WAVE == 0) s.sum[slot][threadIdx.x / WAVE] = v;
     __syncthreads();
     v = 0;
-    for (int i = 0; i < RFK_BLOCK / WAVE; i++) v += s.sum[slot][i];
+    RFK_UNROLL(RFK_BLOCK / WAVE)
+    for (uint32_t i = 0; i < RFK_BLOCK / WAVE; i++)
+        if (i * WAVE < threads) v += s.sum[slot][i];
     return v;
 }
 
@@ -2574,7 +2576,8 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_matvec_float(rfk_
 
 /* ---- router ----
  * A decode step's norm and the products of its result with few rows of floats, such as a router's: a row a block, which
- * norms the input itself; the first one stores it.   grid [rows of all products, rows]   block 256 */
+ * norms the input itself; the first one stores it.   grid [rows of all products, rows]
+ * block: 256, or fewer waves where a row has fewer than 1024 values */
 #define RFK_NORM_DOTS_ROWS 1024u /* of all products, at most */
 struct rfk_norm_dots_args {
     rfk_product part[RFK_PRODUCTS];
@@ -2617,8 +2620,8 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_norm_dots(
         rfk_load_any4(a.norm, a.norm_type, 0, i, n, norm);
         for (int k = 0; k < 4; k++) squares += x[k] * x[k], sum += x[k] * (w[0][k] * norm[k]);
     }
-    squares = rfk_block_sum<WAVE>(s, 0, squares);
-    sum = rfk_block_sum<WAVE>(s, 1, sum);
+    squares = rfk_block_sum<WAVE>(s, 0, squares, blockDim.x);
+    sum = rfk_block_sum<WAVE>(s, 1, sum, blockDim.x);
     const float scale = 1.0f / sqrtf(squares / (float)n + a.eps);
     if (threadIdx.x == 0) rfk_put(p, row, blockIdx.y, sum * scale);
     if (blockIdx.x != 0) return;
@@ -11603,8 +11606,9 @@ static rf_result rfk_run_norm_dots(rfk_launching *l, const rfk_fused *f) {
     a.out_stride = p->ops[f->norm].out_stride;
     a.n_in = norm->norm.n;
     a.eps = norm->norm.eps;
-    return rfk_enqueue_early(l, RFK_BY_WAVE(l, rfk_norm_dots<32>, rfk_norm_dots<64>), dim3(rows, l->n_rows), RFK_BLOCK,
-                             a);
+    const uint32_t wave = p->dev->wave, threads = rfk_ceil_div(a.n_in / 4, wave) * wave;
+    return rfk_enqueue_early(l, RFK_BY_WAVE(l, rfk_norm_dots<32>, rfk_norm_dots<64>), dim3(rows, l->n_rows),
+                             threads < RFK_BLOCK ? threads : RFK_BLOCK, a);
 }
 
 /* Whether launch i of this call makes its own route: the one of the op before it, which is not launched then. */
