@@ -153,10 +153,11 @@ $(B)/rocmforge_server: examples/server_page.html
 $(B)/%: examples/%.c rocmforge.h $(B)/rocmforge.a
 	$(CC) $(CFLAGS) -DROCMFORGE_IMPLEMENTATION_DONE -I. $< $(B)/rocmforge.a -o $@ $(LIBS)
 
-# suites with an implementation of their own: those that set macros, and test_kernels in sanitizer builds
+# suites with an implementation of their own: those that set macros, and test_kernels in sanitizer builds (SIMD_FLAGS: for that one
+# alone: calls to check each access, say, which take less time to compile and more to run)
 INSIDE = -I$(B)/inside $(SANITIZED)
 $(B)/test_fuzz $(B)/test_limits $(B)/test_stream: INSIDE = -O0 -DROCMFORGE_NO_SIMD
-$(B)/test_kernels: INSIDE = $(if $(SANITIZED),-DROCMFORGE_STATIC,-I$(B)/inside)
+$(B)/test_kernels: INSIDE = $(if $(SANITIZED),-DROCMFORGE_STATIC $(SIMD_FLAGS),-I$(B)/inside)
 
 $(B)/%: tests/%.c $(HEADERS) $(B)/rocmforge.a
 	$(CC) $(CFLAGS) $(INSIDE) -I. $< $(B)/rocmforge.a -o $@ $(LIBS)

@@ -23,8 +23,8 @@ case_emulated_kernels() {
 }
 case_address_and_undefined() {
     need clang 'clang libclang-rt-14-dev'
-    quiet $old_layout make check-c B="$build/asan" CC=clang \
-        CFLAGS="$flags -fsanitize=address,undefined -mllvm -asan-instrumentation-with-call-threshold=0"
+    quiet $old_layout make check-c B="$build/asan" CC=clang CFLAGS="$flags -fsanitize=address,undefined" \
+        SIMD_FLAGS="-mllvm -asan-instrumentation-with-call-threshold=0"
 }
 case_threads() {
     need clang 'clang libclang-rt-14-dev'
