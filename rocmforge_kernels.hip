@@ -1420,7 +1420,8 @@ struct rfk_norm_shared { float sum[2][8]; };
 
 /* Sum over the block of `threads`, in every thread. Each sum of a launch has a `slot` of its own: no barrier is needed
  * between them. */
-template <int WAVE> RFK_DEVICE float rfk_block_sum(rfk_norm_shared &s, int slot, float v, uint32_t threads = RFK_BLOCK) {
+template <int WAVE>
+RFK_DEVICE float rfk_block_sum(rfk_norm_shared &s, int slot, float v, uint32_t threads = RFK_BLOCK) {
     v = rfk_wave_sum<WAVE>(v);
     if (threadIdx.x % WAVE == 0) s.sum[slot][threadIdx.x / WAVE] = v;
     __syncthreads();
