@@ -1424,7 +1424,8 @@ typedef struct rf_request {
     const int32_t *prompt;   /* [n_prompt], borrowed until on_end     */
     uint32_t n_prompt;
     uint32_t max_tokens;     /* to choose; 0: no limit but the context */
-    rf_sampler *sampler;     /* borrowed until on_end; has the request's own logits_fn and logprobs */
+    rf_sampler *sampler;     /* the request's own, with all that it writes to, borrowed until on_end: threads sample
+                                for several requests at once, but with logits_fn and grammars the caller's alone */
     int (*on_token)(int32_t token, void *user);
     void (*on_end)(rf_result reason, void *user);
     void *user;
@@ -1443,8 +1444,9 @@ typedef struct rf_request {
  *                        meanwhile, rf_session_cancel excepted
  *   queue_capacity  in   requests that may wait, >= 1
  *   out             out  the object, NULL on failure
- * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_MEMORY.   Memory O(queue_capacity + n_batch).   Threads: one call at a time
- * per scheduler. */
+ * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_MEMORY.   Memory O(queue_capacity + n_batch), and a sleeping thread, for
+ * sampling, for each request that may run, but at most one per core (of the CPU device: per thread it has) and one
+ * less.   Threads: one call at a time per scheduler. */
 ROCMFORGE_API rf_result rf_scheduler_open(rf_session *s, const rf_tokenizer *t, uint32_t queue_capacity,
                                           rf_scheduler **out, rf_error *err);
 
@@ -28288,19 +28290,41 @@ static uint32_t rfi_logit_key(float logit) {
     return key + (key == 0x7fffffffu);
 }
 
+typedef float rfi_four_floats __attribute__((vector_size(16)));
+typedef int32_t rfi_four_ints __attribute__((vector_size(16)));
+
+/* -infinity if there is none: NaN is greater than nothing. */
+static float rfi_largest(const float *x, uint32_t n) {
+    rfi_four_floats best[2], v[2];
+    float largest = -INFINITY, lane[8];
+    uint32_t i = 0;
+    for (int k = 0; k < 8; k++) lane[k] = -INFINITY;
+    memcpy(best, lane, sizeof best);
+    for (; i + 8 <= n; i += 8) {
+        memcpy(v, x + i, sizeof v);
+        for (int k = 0; k < 2; k++) {
+            const rfi_four_ints more = v[k] > best[k];
+            best[k] = (rfi_four_floats)(((rfi_four_ints)v[k] & more) | ((rfi_four_ints)best[k] & ~more));
+        }
+    }
+    memcpy(lane, best, sizeof lane);
+    for (int k = 0; k < 8; k++) largest = lane[k] > largest ? lane[k] : largest;
+    for (; i < n; i++) largest = x[i] > largest ? x[i] : largest;
+    return largest;
+}
+
 /* Start with every token above -infinity. Returns the id of the largest logit, the smallest id among equals. */
 static uint32_t rfi_choice_begin(rfi_choice *c, const float *logits, uint32_t n) {
     uint32_t token = 0, key = RFI_KEY_NONE;
     *c = (rfi_choice){.logits = logits, .n = n, .block_size = n / RFI_CHOICE_BLOCKS + 1, .key = RFI_KEY_NONE,
                       .ceiling = UINT32_MAX};
     for (uint32_t i = 0; i < n; c->n_blocks++) {
-        uint32_t best = RFI_KEY_NONE, end = i + (uint32_t)rfi_min_u64(c->block_size, n - i);
-        for (; i < end; i++) {
-            uint32_t k = rfi_logit_key(logits[i]);
-            if (k > best) best = k;
-            if (k > key) key = k, token = i;
-        }
-        c->best[c->n_blocks] = best;
+        const uint32_t end = i + (uint32_t)rfi_min_u64(c->block_size, n - i);
+        const float best = rfi_largest(logits + i, end - i);
+        c->best[c->n_blocks] = rfi_logit_key(best);
+        if (c->best[c->n_blocks] > key)
+            for (key = c->best[c->n_blocks], token = i; logits[token] != best;) token++;
+        i = end;
     }
     c->max = logits[token];
     return token;
@@ -28331,6 +28355,26 @@ static double rfi_choice_weight(const rfi_choice *c, float logit, double inverse
     return logit == c->max ? 1.0 : rfi_sample_exp(((double)logit - (double)c->max) * inverse_temperature);
 }
 
+typedef double rfi_two_doubles __attribute__((vector_size(16)));
+typedef uint64_t rfi_two_words __attribute__((vector_size(16)));
+
+/* The sum of rfi_choice_weight over n logits of which none is infinite, in two lanes. What rounds to a whole number
+ * is a sum with 1.5 * 2^52, which leaves it in the low bits. */
+static double rfi_weights_sum(const float *logits, uint32_t n, float max, double inverse_temperature) {
+    rfi_two_doubles sum = {0, 0};
+    uint32_t i = 0;
+    for (; i + 2 <= n; i += 2) {
+        const rfi_two_doubles logit = {(double)logits[i], (double)logits[i + 1]};
+        const rfi_two_doubles x = (logit - (double)max) * inverse_temperature, log2 = x * 1.4426950408889634;
+        const rfi_two_doubles whole = log2 + 0x1.8p52, t = (log2 - (whole - 0x1.8p52)) * 0.6931471805599453, tt = t * t;
+        const rfi_two_doubles high = (1.0 / 24 + t * (1.0 / 120)) + tt * (1.0 / 720 + t * (1.0 / 5040));
+        const rfi_two_doubles rest = (1 + t) + tt * (0.5 + t * (1.0 / 6)) + tt * tt * high;
+        const rfi_two_doubles weight = (rfi_two_doubles)((rfi_two_words)rest + ((rfi_two_words)whole << 52));
+        sum += (rfi_two_doubles)((rfi_two_words)weight & (rfi_two_words)(x > -700.0));
+    }
+    return sum[0] + sum[1] + (i < n ? rfi_sample_exp(((double)logits[i] - (double)max) * inverse_temperature) : 0);
+}
+
 /* Drop most of what cannot be in the top k: if k blocks have a largest key >= x, so have k ids. */
 static void rfi_choice_skim(rfi_choice *c, uint32_t top_k) {
     uint32_t sorted[RFI_CHOICE_BLOCKS], n = 0;
@@ -28345,14 +28389,14 @@ static void rfi_choice_skim(rfi_choice *c, uint32_t top_k) {
 
 /* Cut to the smallest set of the most likely tokens that holds
  *   top_k > 0   that many tokens
- *   top_k == 0  at least top_p of the probability, at temperature 1
+ *   top_k == 0  at least this weight, at temperature 1
  * and at least one token. Both are one search: a token counts 1 or its weight; histogram buckets are added from the
  * largest key down until the target is reached; that bucket is then split by the next bits of the key. */
-static void rfi_choice_tighten(rfi_choice *c, uint32_t top_k, double top_p) {
+static void rfi_choice_tighten(rfi_choice *c, uint32_t top_k, double weight) {
     static const uint32_t bits[3] = {11, 11, 10};
     if (top_k) rfi_choice_skim(c, top_k);
-    uint32_t count[1u << 11], prefix = 0, shift = 32, bucket = 0, lowest = c->key;
-    double mass[1u << 11], above = 0, target = top_k;
+    uint32_t count[1u << 11], prefix = 0, shift = 32, bucket = 0, lowest = c->key > c->floor ? c->key : c->floor;
+    double mass[1u << 11], above = 0, target = top_k ? top_k : weight;
     for (int level = 0; level < 3; level++) {
         uint32_t ties = c->ties, n_buckets = 1u << bits[level];
         memset(count, 0, sizeof count);
@@ -28369,10 +28413,6 @@ static void rfi_choice_tighten(rfi_choice *c, uint32_t top_k, double top_p) {
                 count[bucket]++;
                 if (!top_k) mass[bucket] += rfi_choice_weight(c, c->logits[i], 1.0);
             }
-        }
-        if (level == 0 && !top_k) {
-            for (uint32_t b = n_buckets; b-- > 0;) target += mass[b];
-            target *= top_p;
         }
         double sum = above;
         for (uint32_t b = n_buckets; b-- > 0 && sum < target;) {
@@ -28396,18 +28436,32 @@ static void rfi_choice_tighten(rfi_choice *c, uint32_t top_k, double top_p) {
 static double rfi_choice_sum(const rfi_choice *c, double inverse_temperature, double sums[RFI_CHOICE_BLOCKS],
                              uint32_t ties_at[RFI_CHOICE_BLOCKS]) {
     uint32_t ties = c->ties;
+    const int all = c->key == RFI_KEY_NONE && !ties && !c->floor && c->ceiling == UINT32_MAX && isfinite(c->max);
     double total = 0;
     for (uint32_t block = 0; block < c->n_blocks; block++) {
         uint32_t i = block * c->block_size, end = i + (uint32_t)rfi_min_u64(c->block_size, c->n - i);
         ties_at[block] = ties;
         sums[block] = 0;
-        if (c->best[block] < c->key) continue;
-        for (; i < end; i++)
+        if (c->best[block] < c->key || (c->best[block] < c->floor && !ties)) continue;
+        if (all) sums[block] = rfi_weights_sum(c->logits + i, end - i, c->max, inverse_temperature);
+        else for (; i < end; i++)
             if (rfi_choice_has(c, i, rfi_logit_key(c->logits[i]), &ties))
                 sums[block] += rfi_choice_weight(c, c->logits[i], inverse_temperature);
         total += sums[block];
     }
     return total;
+}
+
+/* Top-p, then min-p (0: off). Tokens that weigh at most (1 - top_p) * total / n each cannot be needed; where those that
+ * min-p leaves hold less than top_p, top-p takes none of them away. */
+static void rfi_choice_top_p(rfi_choice *c, double top_p, float min_p) {
+    double sums[RFI_CHOICE_BLOCKS];
+    uint32_t ties_at[RFI_CHOICE_BLOCKS];
+    const double total = rfi_choice_sum(c, 1.0, sums, ties_at), least = (1 - top_p) * total / c->n;
+    const float safe = nextafterf((float)((double)c->max + log(0.999 * least)), -INFINITY);
+    c->floor = rfi_logit_key(min_p > least ? c->max + logf(min_p) : safe);
+    if (min_p > least && rfi_choice_sum(c, 1.0, sums, ties_at) < top_p * total) return;
+    rfi_choice_tighten(c, 0, top_p * total);
 }
 
 /* XTC: of the tokens with at least this probability leave only the least likely, the largest id among equals. */
@@ -28874,8 +28928,8 @@ ROCMFORGE_API rf_result rf_sampler_sample(rf_sampler *s, float *logits, uint32_t
     if (d->temperature > 0 && d->mirostat) chosen = rfi_sampler_mirostat(s, &choice);
     else if (d->temperature > 0) {
         if (d->top_k > 0 && d->top_k < n_vocab) rfi_choice_tighten(&choice, d->top_k, 0);
-        if (d->top_p > 0 && d->top_p < 1) rfi_choice_tighten(&choice, 0, (double)d->top_p);
-        if (d->min_p > 0) choice.floor = rfi_logit_key(choice.max + logf(d->min_p));
+        if (d->top_p > 0 && d->top_p < 1) rfi_choice_top_p(&choice, (double)d->top_p, d->min_p);
+        else if (d->min_p > 0) choice.floor = rfi_logit_key(choice.max + logf(d->min_p));
         if (d->xtc_probability > 0 && d->xtc_threshold <= 0.5f && rfi_random(s->rng) < (double)d->xtc_probability)
             rfi_choice_exclude_top(&choice, (double)d->xtc_threshold);
         chosen = rfi_sampler_draw(s, &choice, NULL);
@@ -29280,6 +29334,8 @@ typedef struct rfi_slot {
     uint32_t n_drafts;  /* behind `next` in the current batch                 */
     uint32_t first_row; /* of that batch                                      */
     int32_t drafts[RFI_MAX_DRAFTS];
+    int is_sampled, needs_logits; /* 1: `next` is of logits_row, with `reason`; it will be, from the logits */
+    rf_result reason;
 } rfi_slot;
 
 struct rf_scheduler {
@@ -29298,6 +29354,7 @@ struct rf_scheduler {
     double step_seconds;         /* of that batch; 0: it has rows of prompts           */
     uint32_t n_drafts;           /* of all requests in the current batch               */
     int has_prompts;             /* 1: that batch has rows of prompts                  */
+    rfi_pool pool;               /* samples; n_threads is 0 until it is there          */
 };
 
 ROCMFORGE_API rf_result rf_scheduler_open(rf_session *s, const rf_tokenizer *t, uint32_t queue_capacity,
@@ -29323,9 +29380,14 @@ ROCMFORGE_API rf_result rf_scheduler_open(rf_session *s, const rf_tokenizer *t, 
     sch->slots = (rfi_slot *)rfi_alloc(alloc, sch->n_slots, sizeof *sch->slots, "running requests", err);
     sch->rows = (rf_token_row *)rfi_alloc(alloc, d->n_batch, sizeof *sch->rows, "a batch of rows", err);
     sch->used = (uint64_t *)rfi_alloc(alloc, d->n_seq_max, sizeof *sch->used, "times of sequences", err);
-    if (!sch->queue || !sch->slots || !sch->rows || !sch->used) {
+    const rf_device_info device = rf_device_get_info(s->m->device);
+    const uint32_t n_cores = device.compute_units && !device.is_gpu ? device.compute_units : rfi_cpu_count();
+    rf_result r = sch->queue && sch->slots && sch->rows && sch->used ? RF_OK : RF_ERR_MEMORY;
+    if (r == RF_OK) r = rfi_pool_init(&sch->pool, alloc, (uint32_t)rfi_min_u64(n_cores, sch->n_slots), err);
+    if (r != RF_OK) {
+        sch->pool.n_threads = 0;
         rf_scheduler_close(sch, NULL);
-        return RF_ERR_MEMORY;
+        return r;
     }
     *out = sch;
     return RF_OK;
@@ -29408,6 +29470,7 @@ ROCMFORGE_API rf_result rf_scheduler_close(rf_scheduler *sch, rf_error *err) {
     }
     rf_session *s = sch->session;
     rf_tokenizer *t = sch->tokenizer;
+    if (sch->pool.n_threads) rfi_pool_destroy(&sch->pool);
     rfi_free(alloc, sch->queue), rfi_free(alloc, sch->slots), rfi_free(alloc, sch->rows), rfi_free(alloc, sch->used);
     rfi_free(alloc, sch);
     atomic_fetch_sub(&s->n_users, 1); /* last: the allocator is their file's */
@@ -29535,6 +29598,39 @@ static rf_result rfi_scheduler_read(rf_scheduler *sch, rf_error *err) {
     return r;
 }
 
+static void rfi_scheduler_sample_slot(void *ctx, uint32_t i, uint32_t thread) {
+    const rf_scheduler *sch = (const rf_scheduler *)ctx;
+    rfi_slot *slot = &sch->slots[i];
+    const uint64_t n_vocab = sch->session->m->plan.n_vocab;
+    (void)thread;
+    if (!slot->needs_logits) return;
+    slot->reason = rf_sampler_sample(slot->request.sampler, sch->session->logits + (uint32_t)slot->logits_row * n_vocab,
+                                     (uint32_t)n_vocab, &slot->next, NULL);
+    slot->is_sampled = 1;
+}
+
+/* Sample the first rows of all requests at once, on all threads. Those with a grammar, whose matchers may share one, or
+ * with logits_fn are left to the caller's thread. */
+static void rfi_scheduler_sample(rf_scheduler *sch) {
+    rf_session *s = sch->session;
+    uint32_t n = 0;
+    float *logits;
+    for (uint32_t i = 0; i < sch->n_running; i++) {
+        rfi_slot *slot = &sch->slots[i];
+        rf_sampler *sampler = slot->request.sampler;
+        slot->is_sampled = slot->needs_logits = 0;
+        if (slot->seq < 0 || slot->logits_row < 0 || sampler->desc.grammar || sampler->desc.logits_fn) continue;
+        slot->is_sampled = rfi_sampler_takes(sampler, s->argmax[slot->logits_row]);
+        slot->needs_logits = !slot->is_sampled;
+        n += !slot->is_sampled;
+        if (!slot->is_sampled) continue;
+        slot->next = s->argmax[slot->logits_row], slot->reason = RF_OK;
+        rf_sampler_accept(sampler, slot->next);
+    }
+    if (n > 1 && rfi_session_row(s, 0, &logits, NULL) == RF_OK)
+        rfi_pool_run(&sch->pool, rfi_scheduler_sample_slot, sch, sch->n_running);
+}
+
 /* Sample a request's next tokens: one, and one behind each draft that was chosen, too; then cut off the other drafts.
  * Returns 1, with the reason, if the last one was its last. */
 static int rfi_scheduler_choose(rf_scheduler *sch, rfi_slot *slot, rf_result *reason) {
@@ -29544,7 +29640,8 @@ static int rfi_scheduler_choose(rf_scheduler *sch, rfi_slot *slot, rf_result *re
     int ends = 0;
     for (slot->n_drafts = 0;; row++, slot->n_held++) {
         const uint32_t at = (uint32_t)slot->logits_row + row;
-        *reason = rf_session_sample(sch->session, at, request->sampler, &slot->next, NULL);
+        if (row == 0 && slot->is_sampled) *reason = slot->reason;
+        else *reason = rf_session_sample(sch->session, at, request->sampler, &slot->next, NULL);
         ends = *reason != RF_OK;
         if (ends) break;
         ends = request->on_token && request->on_token(slot->next, request->user);
@@ -29576,6 +29673,7 @@ ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active,
     sch->step_seconds = sch->has_prompts ? 0 : rfi_now() - start;
     if (r == RF_OK && sch->step_seconds > 0) rfi_draft_costs_learn(&sch->draft_costs, sch->n_drafts, sch->step_seconds);
     if (r == RF_OK) r = rfi_scheduler_read(sch, err);
+    if (r == RF_OK) rfi_scheduler_sample(sch);
     sch->in_callbacks = 1;
     /* Cancelled: nothing has changed. Any other failure ends every request that runs. */
     for (uint32_t i = 0; i < sch->n_running && r != RF_ERR_CANCELLED;) {
@@ -31489,6 +31587,7 @@ RFI_ONCE_CODE_END
  *            rf_chat_format(g, &chat, ...) -> (&chat, ...); template_name, rf_chat_template_name and rf_chat_final go.
  *          rf_session_open_file: file, device, model and session in one call; rf_session_get_model.
  *          On a GPU a token's bits do not depend on the other rows of a micro-batch of up to 16.
+ *          A scheduler samples its requests' rows in several threads: samplers that run share nothing they write to.
  *          Grammars: rf_grammar_open (GBNF, JSON Schema), matchers, rf_sampler_desc.grammar, rf_generate_desc.grammar.
  *          rf_generate: from prompt or messages to text, in one call. rf_answer_open: thoughts, answer, tool calls.
  *          Schedulers share prefixes between requests: rf_request.no_reuse, n_reused; rf_scheduler_cancel. A server:

@@ -73,7 +73,7 @@ static void check_against_reference(float *logits, uint32_t n, const rf_sampler_
     rfi_choice choice;
     rfi_choice_begin(&choice, logits, n);
     if (d->top_k && d->top_k < n) rfi_choice_tighten(&choice, d->top_k, 0);
-    if (d->top_p > 0 && d->top_p < 1) rfi_choice_tighten(&choice, 0, (double)d->top_p);
+    if (d->top_p > 0 && d->top_p < 1) rfi_choice_top_p(&choice, (double)d->top_p, d->min_p);
     uint32_t ties = choice.ties, wrong = 0;
     for (uint32_t i = 0; i < n; i++) {
         int in = rfi_choice_has(&choice, i, rfi_logit_key(logits[i]), &ties);

@@ -404,6 +404,47 @@ static void test_hooks(void) {
     free(raw);
 }
 
+/* Requests whose rows several threads sample get the ids of a sampler alone: several cuts, greedy, penalties. */
+static void test_sampled_together(void) {
+    const rf_device_desc threads = {.n_threads = 4};
+    const rf_sampler_desc kinds[] = {{.temperature = 0.8f, .top_k = 40, .top_p = 0.95f}, {.temperature = 1.5f},
+                                     {.temperature = 1, .top_p = 0.9f, .min_p = 0.05f}, {.temperature = 0},
+                                     {.temperature = 2, .top_p = 0.99f, .repeat_penalty = 1.3f},
+                                     {.repeat_penalty = 1.2f}};
+    rf_device *d = NULL;
+    rf_model *m = NULL, *first = model;
+    rf_scheduler *sch = NULL;
+    REQUIRE(rf_device_open("cpu", &threads, &d, NULL) == RF_OK && rf_model_open(file, d, NULL, &m, NULL) == RF_OK);
+    model = m;
+    rf_session *s = open_session(256, N_REQUESTS, 64, N_REQUESTS), *alone = open_session(256, 1, 0, 0);
+    REQUIRE(rf_scheduler_open(s, tokenizer, N_REQUESTS, &sch, NULL) == RF_OK);
+    reset_jobs();
+    for (uint32_t i = 0; i < N_REQUESTS; i++) {
+        rf_sampler_desc kind = kinds[i % RFT_COUNT(kinds)];
+        kind.seed = i;
+        CHECK(rf_sampler_init(&jobs[i].sampler, &kind, NULL) == RF_OK && submit(sch, &jobs[i], NULL) == RF_OK);
+    }
+    run_all(sch, N_REQUESTS);
+    for (uint32_t i = 0; i < N_REQUESTS; i++) {
+        const job *j = &jobs[i];
+        rf_sampler sampler;
+        int32_t id = -1;
+        rf_sampler_init(&sampler, &j->sampler.desc, NULL);
+        CHECK(j->reason == RF_OK && j->n_tokens > 0, "request %u: %s", i, rf_result_name(j->reason));
+        rf_session_truncate(alone, 0, 0, NULL, NULL);
+        rf_result r = rf_session_forward(alone, j->prompt, j->n_prompt, NULL, NULL);
+        for (uint32_t k = 0; r == RF_OK && k < j->n_tokens; k++) {
+            CHECK(rf_session_sample(alone, 0, &sampler, &id, NULL) == RF_OK && id == j->tokens[k],
+                  "request %u, token %u: %d, alone %d", i, k, j->tokens[k], id);
+            r = rf_session_forward(alone, &id, 1, NULL, NULL);
+        }
+    }
+    rf_scheduler_close(sch, NULL);
+    rf_session_close(s, NULL), rf_session_close(alone, NULL);
+    rf_model_close(m, NULL), rf_device_close(d, NULL);
+    model = first;
+}
+
 /* ---- failures ---- */
 
 /* An allocator that counts and fails the n-th call. */
@@ -560,6 +601,7 @@ int main(int argc, char **argv) {
     RUN_IF(have, test_close, "no " MODEL);
     RUN_IF(have, test_arguments, "no " MODEL);
     RUN_IF(have, test_hooks, "no " MODEL);
+    RUN_IF(have, test_sampled_together, "no " MODEL);
     RUN_IF(have, test_device_failure, "no " MODEL);
     RUN_IF(have, test_memory, "no " MODEL);
     rf_model_close(model, NULL);
