@@ -49,6 +49,18 @@ embed_near() {
 case_embed_wave32() { embed_near hip:0 mean; }
 case_embed_wave64() { embed_near hip:1 last; }
 
+# with drafts of the file's MTP head the text is the same
+mtp() {
+    for draft in "" "--draft mtp --draft-max 2"; do
+        "$cli" generate --gguf tests/family/qwen35-mtp.gguf --device "$1" --prompt ABC --max-tokens 16 --temp 0 $draft \
+            >"$dir/mtp-$1$draft.txt" 2>"$dir/mtp-$1.err" || { cat "$dir/mtp-$1.err"; return 1; }
+    done
+    cat "$dir/mtp-$1.err"
+    grep -q 'drafts [0-9]* of [1-9][0-9]* right' "$dir/mtp-$1.err" && cmp "$dir/mtp-$1.txt" "$dir/mtp-$1$draft.txt"
+}
+case_mtp_wave32() { mtp hip:0; }
+case_mtp_wave64() { mtp hip:1; }
+
 # A decode step launches 35 kernels: step values, embedding, rope angles; in each of 6 layers norm + q, k, v; rope + KV store +
 # attention; attention output; norm + gate, up and GLU; down; at last norm + output, and argmax. All but the first are one graph.
 # Launch configs are timed before that.
