@@ -137,9 +137,9 @@ typedef enum api { API_CHAT, API_COMPLETIONS, API_RESPONSES, API_MESSAGES, API_E
 static const char *const api_names[] = {"chat_completions", "completions", "responses", "messages", "embeddings"};
 
 typedef struct options {
-    const char *model, *device, *host, *alias, *cors;
+    const char *model, *device, *host, *alias, *cors, *draft;
     const char *api_keys[64];
-    uint32_t n_api_keys, port, n_ctx, n_parallel, n_prefixes, n_batch, n_queue, n_threads, n_connections;
+    uint32_t n_api_keys, port, n_ctx, n_parallel, n_prefixes, n_batch, n_queue, n_threads, n_connections, n_drafts;
     uint32_t max_body, timeout_seconds, drain_seconds, cache_type;
 } options;
 
@@ -162,6 +162,11 @@ static struct server {
     rf_session *session;
     rf_scheduler *scheduler;
     uint32_t n_ctx;                 /* tokens of a sequence                         */
+    rf_gguf *draft_file;            /* of --draft FILE                              */
+    rf_model *draft_model;          /* of that, or the MTP head; or NULL            */
+    rf_session **draft_sessions;    /* [n_drafters] of that                         */
+    rf_drafter **drafters;          /* [n_drafters], one for each that runs; the first n_idle wait for a request */
+    uint32_t n_drafters, n_idle;    /* the scheduler thread's                       */
     int64_t started;
     struct MHD_Daemon *daemon;
     pthread_t scheduler_thread, embed_thread;
@@ -175,7 +180,7 @@ static struct server {
     int draining, stop;
     uint64_t serial;                /* of ids                                       */
     uint64_t n_requests[API_NONE], n_refused, n_dropped, n_steps;
-    uint64_t n_prompt_tokens, n_reused_tokens, n_generated_tokens;
+    uint64_t n_prompt_tokens, n_reused_tokens, n_generated_tokens, n_drafted_tokens, n_accepted_drafts;
     uint64_t first_token[N_LATENCIES + 1], between_tokens[N_LATENCIES + 1]; /* histograms */
     double first_token_sum, between_tokens_sum;
 } g = {.lock = PTHREAD_MUTEX_INITIALIZER, .work = PTHREAD_COND_INITIALIZER};
@@ -225,6 +230,8 @@ typedef struct choice {
     const char *stop_text;        /* the one that ended it, or NULL                     */
     const char *finish;           /* in OpenAI's words                                  */
     int begun, ended, muted;      /* first token came; on_end came; a prefill is fed    */
+    rf_drafter *drafter;          /* while it runs, or NULL                             */
+    rf_drafter_stats drafts;      /* of the drafter: before it runs, and after it the difference */
     rf_grammar_matcher *matcher;  /* where the answer is in the task's grammar, or NULL */
     double last_token;            /* time of it                                         */
 } choice;
@@ -1318,21 +1325,26 @@ static void put_logprobs(bytes *b, choice *c) {
 
 /* ---- OpenAI: chat and text completions ---- */
 
-static void count_tokens(const task *t, uint64_t sums[4]) {
-    memset(sums, 0, 4 * sizeof *sums);
+static void count_tokens(const task *t, uint64_t sums[6]) {
+    memset(sums, 0, 6 * sizeof *sums);
     for (uint32_t i = 0; i < t->n_choices; i++) {
         const choice *c = &t->choices[i];
         if (i % t->n == 0) sums[0] += c->n_prompt, sums[1] += c->n_reused;
         sums[2] += c->n_generated, sums[3] += c->n_thought;
+        sums[4] += c->drafts.drafted, sums[5] += c->drafts.accepted;
     }
 }
 
 static void put_usage(bytes *b, const task *t) {
-    uint64_t n[4];
+    uint64_t n[6];
     count_tokens(t, n);
     put_format(b, "\"usage\":{\"prompt_tokens\":%" PRIu64 ",\"completion_tokens\":%" PRIu64 ",\"total_tokens\":%" PRIu64
                ",\"prompt_tokens_details\":{\"cached_tokens\":%" PRIu64 "},\"completion_tokens_details\":"
-               "{\"reasoning_tokens\":%" PRIu64 "}}", n[0], n[2], n[0] + n[2], n[1], n[3]);
+               "{\"reasoning_tokens\":%" PRIu64, n[0], n[2], n[0] + n[2], n[1], n[3]);
+    if (g.o.draft)
+        put_format(b, ",\"accepted_prediction_tokens\":%" PRIu64 ",\"rejected_prediction_tokens\":%" PRIu64, n[5],
+                   n[4] - n[5]);
+    put_text(b, "}}");
     const double now = seconds(), prompt = t->first - t->begin, rest = now - t->first;
     const double rate = n[2] > 1 && rest > 0 ? (double)(n[2] - 1) / rest : 0;
     put_format(b, ",\"timings\":{\"prompt_n\":%" PRIu64 ",\"prompt_ms\":%.3f,\"cache_n\":%" PRIu64, n[0] - n[1],
@@ -1611,7 +1623,7 @@ static void responses_call(choice *c, const rf_piece *p) {
 static void put_response(bytes *b, const task *t, const choice *c) {
     static const char *const fields[][2] = {{"instructions", "null"}, {"parallel_tool_calls", "true"}, {"tools", "[]"},
                                             {"tool_choice", "\"auto\""}, {"metadata", "{}"}};
-    uint64_t n[4];
+    uint64_t n[6];
     const int cut = c && strcmp(c->finish, "length") == 0;
     put_head(b, t, "response");
     put_format(b, ",\"created_at\":%lld,\"status\":\"%s\",\"error\":null,\"incomplete_details\":%s",
@@ -1983,11 +1995,28 @@ static void release_task(task *t) {
     if (orphan) task_free(t);
 }
 
+/* One of the drafters that are idle; a request that had to wait behind as many goes without. */
+static void take_drafter(choice *c) {
+    if (g.n_idle == 0) return;
+    c->drafter = g.drafters[--g.n_idle];
+    c->drafts = rf_drafter_get_stats(c->drafter);
+}
+
+static void give_drafter_back(choice *c) {
+    if (!c->drafter) return;
+    const rf_drafter_stats now = rf_drafter_get_stats(c->drafter);
+    c->drafts = (rf_drafter_stats){.drafted = now.drafted - c->drafts.drafted,
+                                   .accepted = now.accepted - c->drafts.accepted};
+    g.drafters[g.n_idle++] = c->drafter;
+    c->drafter = NULL;
+}
+
 static void on_end(rf_result reason, void *user) {
     choice *c = user;
     task *t = c->task;
     if (reason == RF_ERR_CONTEXT_FULL && c->begun) reason = RF_OK;
     if (!c->finish) c->finish = "length";
+    give_drafter_back(c);
     if (reason == RF_ERR_CANCELLED && t->timed_out) refuse(t, 504, NULL, "the time limit is reached");
     else if (reason == RF_ERR_CANCELLED) refuse(t, 503, NULL, "the server is closing");
     else if (reason != RF_OK) refuse(t, 500, NULL, "%s", rf_result_name(reason));
@@ -1996,6 +2025,7 @@ static void on_end(rf_result reason, void *user) {
     pthread_mutex_lock(&g.lock);
     g.n_prompt_tokens += c->n_prompt;
     g.n_reused_tokens += c->n_reused;
+    g.n_drafted_tokens += c->drafts.drafted, g.n_accepted_drafts += c->drafts.accepted;
     const uint32_t left = --t->n_open;
     pthread_mutex_unlock(&g.lock);
     if (left) return;
@@ -2063,9 +2093,11 @@ static void submit(task *t) {
         rf_error err = {0};
         rf_result r = t->grammar ? rf_grammar_matcher_open(t->grammar, 0, &c->matcher, &err) : RF_OK;
         if (c->matcher) rf_answer_guide(c->answer, c->matcher, &c->sampler);
+        take_drafter(c);
         const rf_request request = {.prompt = c->prompt, .n_prompt = c->n_prompt, .max_tokens = t->max_tokens,
                                     .sampler = &c->sampler, .on_token = on_token, .on_end = on_end, .user = c,
-                                    .no_reuse = (uint32_t)t->no_cache, .n_reused = &c->n_reused};
+                                    .no_reuse = (uint32_t)t->no_cache, .n_reused = &c->n_reused,
+                                    .drafter = c->drafter};
         if (r == RF_OK) r = rf_scheduler_submit(g.scheduler, &request, &err);
         const int last = i + 1 == t->n_choices; /* a task whose choices all failed is gone after that */
         if (r != RF_OK) refuse_result(t, NULL, r, &err), on_end(r, c);
@@ -2332,6 +2364,9 @@ static enum MHD_Result get_metrics(struct MHD_Connection *c, request *q) {
     put_metric(&b, "prompt_tokens_total", "counter", "Tokens of prompts.", (double)g.n_prompt_tokens);
     put_metric(&b, "reused_tokens_total", "counter", "Of these, not evaluated again.", (double)g.n_reused_tokens);
     put_metric(&b, "generated_tokens_total", "counter", "Tokens chosen.", (double)g.n_generated_tokens);
+    put_metric(&b, "drafted_tokens_total", "counter", "Tokens that --draft proposed.", (double)g.n_drafted_tokens);
+    put_metric(&b, "accepted_drafts_total", "counter", "Of these, tokens that the model chose itself.",
+               (double)g.n_accepted_drafts);
     put_metric(&b, "steps_total", "counter", "Batches evaluated.", (double)g.n_steps);
     put_metric(&b, "requests_active", "gauge", "Requests that run or wait.", (double)g.n_tasks);
     put_metric(&b, "sequences_active", "gauge", "Answers that run or wait.", (double)g.n_choices);
@@ -2667,6 +2702,9 @@ static const char help[] =
     "  --prefixes N            sequences that only keep what was said, for the next turn (4)\n"
     "  --batch N               tokens evaluated in a step (128; 512 on a GPU)\n"
     "  --cache-type T          of keys and values: f16, f32, q8_0 (f16)\n"
+    "  --draft WHAT            guess tokens ahead, for the same text in fewer steps: ngram, mtp (the file's own\n"
+    "                          head) or a small model's FILE; no sequences only keep what was said then\n"
+    "  --draft-max N           guesses in a step, at most 15 (8)\n"
     "  --alias NAME            the model's name in the API (the file's)\n"
     "  --chat-template FILE    instead of the model's\n"
     "  --api-key KEY           wanted from clients; may be given more than once\n"
@@ -2731,11 +2769,11 @@ static void set_option(const char *name, const char *value) {
         NUMBER("prefixes", n_prefixes, 0, 1024), NUMBER("batch", n_batch, 1, 65536),
         NUMBER("max-body", max_body, 1024, 1u << 30),
         NUMBER("max-connections", n_connections, N_HTTP_THREADS, 65536), NUMBER("timeout", timeout_seconds, 1, 86400),
-        NUMBER("drain", drain_seconds, 0, 86400)};
+        NUMBER("drain", drain_seconds, 0, 86400), NUMBER("draft-max", n_drafts, 1, 15)};
 #undef NUMBER
     static const struct { const char *name; size_t at; } texts[] = {
         {"host", offsetof(options, host)}, {"device", offsetof(options, device)}, {"alias", offsetof(options, alias)},
-        {"cors", offsetof(options, cors)}};
+        {"cors", offsetof(options, cors)}, {"draft", offsetof(options, draft)}};
     char *o = (char *)&g.o;
     for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++)
         if (strcmp(name, numbers[i].name) == 0) {
@@ -2759,13 +2797,13 @@ static void set_option(const char *name, const char *value) {
 static void read_options(int argc, char **argv) {
     static const char *const names[] = {"host", "port", "device", "threads", "ctx", "parallel", "queue", "prefixes",
         "batch", "cache-type", "alias", "chat-template", "api-key", "api-key-file", "tls-cert", "tls-key", "cors",
-        "max-body", "max-connections", "timeout", "drain"};
+        "max-body", "max-connections", "timeout", "drain", "draft", "draft-max"};
     struct option longs[sizeof names / sizeof names[0] + 2] = {{"help", no_argument, NULL, 'h'}};
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
         longs[i + 1] = (struct option){names[i], required_argument, NULL, 0};
     g.o = (options){.host = "127.0.0.1", .port = 8080, .device = "auto", .n_parallel = 8, .n_queue = 64,
                     .n_prefixes = 4, .max_body = 4 << 20, .n_connections = 1024, .timeout_seconds = 600,
-                    .drain_seconds = 30};
+                    .drain_seconds = 30, .n_drafts = 8};
     for (int c, i = 0; (c = getopt_long(argc, argv, "hc:", longs, &i)) != -1;) {
         if (c == 'h') fputs(help, stdout), exit(0);
         if (c == '?') stop_usage("what is wanted?");
@@ -2819,6 +2857,38 @@ static rf_result set_sampling(rf_error *err) {
     return r;
 }
 
+/* A drafter for each answer that is written at once. One that asks a model has a session of its own of it. */
+static rf_result open_drafters(rf_error *err) {
+    const options *o = &g.o;
+    const int mtp = strcmp(o->draft, "mtp") == 0, has_model = mtp || strcmp(o->draft, "ngram") != 0;
+    const rf_model_desc how = {.mtp = (uint32_t)mtp};
+    rf_result r = has_model && !mtp ? rf_gguf_open(o->draft, NULL, &g.draft_file, err) : RF_OK;
+    if (!r && has_model) r = rf_model_open(mtp ? g.file : g.draft_file, g.device, &how, &g.draft_model, err);
+    g.draft_sessions = calloc(o->n_parallel, sizeof(rf_session *));
+    g.drafters = calloc(o->n_parallel, sizeof(rf_drafter *));
+    if (!r && (!g.draft_sessions || !g.drafters)) r = RF_ERR_MEMORY;
+    const uint32_t trained = g.draft_model ? rf_model_get_info(g.draft_model).n_ctx_train : 0;
+    const rf_session_desc session = {.n_ctx = trained && trained < g.n_ctx ? trained : g.n_ctx};
+    for (; !r && g.n_drafters < o->n_parallel; g.n_drafters++) {
+        rf_session **of = &g.draft_sessions[g.n_drafters];
+        if (has_model) r = rf_session_open(g.draft_model, &session, of, err);
+        const rf_drafter_desc drafter = {.max_drafts = o->n_drafts, .session = mtp ? NULL : *of,
+                                         .mtp = mtp ? *of : NULL};
+        if (!r) r = rf_drafter_open(g.model, &drafter, &g.drafters[g.n_drafters], err);
+        if (r) rf_session_close(*of, NULL);
+    }
+    g.n_idle = g.n_drafters;
+    return r;
+}
+
+static void close_drafters(void) {
+    for (uint32_t i = 0; i < g.n_drafters; i++) rf_drafter_close(g.drafters[i], NULL);
+    for (uint32_t i = 0; i < g.n_drafters; i++) rf_session_close(g.draft_sessions[i], NULL);
+    rf_model_close(g.draft_model, NULL);
+    rf_gguf_close(g.draft_file, NULL);
+    free(g.drafters), free(g.draft_sessions);
+}
+
 static rf_result open_model(rf_error *err) {
     const options *o = &g.o;
     const rf_device_desc device = {.n_threads = o->n_threads};
@@ -2830,18 +2900,24 @@ static rf_result open_model(rf_error *err) {
     g.info = rf_model_get_info(g.model);
     g.n_ctx = o->n_ctx ? o->n_ctx : g.info.n_ctx_train < 4096 ? g.info.n_ctx_train : 4096;
     const uint32_t batch = o->n_batch ? o->n_batch : rf_device_get_info(g.device).is_gpu ? 512 : 128;
-    const rf_session_desc session = {.n_ctx = g.n_ctx, .n_seq_max = o->n_parallel + o->n_prefixes,
+    /* drafts share the rows beyond one for each answer; a scheduler uses at most 16 rows for both */
+    const uint32_t wanted = o->draft ? o->n_parallel + o->n_drafts : 0, n_shared = wanted < 16 ? wanted : 16;
+    const rf_session_desc session = {.n_ctx = g.n_ctx, .n_seq_max = o->n_parallel + (o->draft ? 0 : o->n_prefixes),
                                      .n_batch = batch > o->n_parallel ? batch : o->n_parallel,
-                                     .n_logits_max = o->n_parallel, .cache_type = o->cache_type};
+                                     .n_logits_max = o->n_parallel > n_shared ? o->n_parallel : n_shared,
+                                     .n_snapshots = o->draft && o->n_drafts > 4 ? o->n_drafts : 0,
+                                     .mtp = o->draft && strcmp(o->draft, "mtp") == 0, .cache_type = o->cache_type};
     r = open_template(err);
     if (!r) r = set_sampling(err);
     if (!r && !g.info.is_encoder) r = rf_session_open(g.model, &session, &g.session, err);
     if (!r && g.session && !g.info.both_ways)
         r = rf_scheduler_open(g.session, g.tokenizer, o->n_parallel + o->n_queue, &g.scheduler, err);
+    if (!r && g.scheduler && o->draft) r = open_drafters(err);
     return r;
 }
 
 static void close_model(void) {
+    close_drafters();
     rf_session_close(g.session, NULL);
     rf_chat_template_close(g.own_template, NULL);
     rf_model_close(g.model, NULL);

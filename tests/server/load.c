@@ -136,7 +136,10 @@ int main(int argc, char **argv) {
     for (int i = 0; i < n_clients; i++) pthread_join(threads[i], NULL);
     const double took = seconds() - begin;
     printf("%d clients, %d requests, %d failed; ", n_clients, n_requests, n_failed);
-    show("first token", first, n_requests);
+    int n_first = 0; /* of those that got one */
+    for (int i = 0; i < n_requests; i++)
+        if (first[i] > 0) first[n_first++] = first[i];
+    show("first token", first, n_first);
     show("between tokens", between, n_between);
     printf("%.0f tokens/s\n", (double)n_total / took);
     free(arrivals), free(first), free(between), free(threads);

@@ -225,6 +225,28 @@ def test_many(n):
         reused = (s.metric('reused_tokens_total') - before) / (s.metric('prompt_tokens_total') - total)
         check(reused > 0.6, 'of %d prompts with the same beginning %.0f %% is reused' % (n, 100 * reused))
 
+# Drafts: the same greedy texts, alone and several at once, and some of the drafts are right.
+def test_drafts():
+    bodies = [say('the king, the queen, the king, the queen, the king, %s' % w, max_tokens=40) for w in ('the', 'and', 'of', 'the queen, the')]
+    bodies.append({**bodies[0], 'temperature': 0.8, 'seed': 7})
+    answers = {}
+    for options in ((), ('--draft', 'ngram'), ('--draft', MODEL, '--draft-max', '3')):
+        with Server(MODEL, '--parallel', '4', *options) as s:
+            got = [s.post('/v1/chat/completions', b)[1] for b in bodies]
+            together = [None] * len(bodies)
+            def work(i): together[i] = s.post('/v1/chat/completions', bodies[i])[1]
+            threads = [threading.Thread(target=work, args=(i,)) for i in range(len(bodies))]
+            for t in threads: t.start()
+            for t in threads: t.join()
+            texts = [[r['choices'][0]['message']['content'] for r in rs] for rs in (got, together)]
+            check(texts[0] == texts[1] == answers.setdefault('texts', texts[0]), '%s: %s and %s, without drafts %s' % (options, *texts, answers['texts']))
+            details = [r['usage']['completion_tokens_details'] for r in got + together]
+            check(('accepted_prediction_tokens' in details[0]) == bool(options), '%s: %s' % (options, details[0]))
+            accepted = sum(d.get('accepted_prediction_tokens', 0) for d in details)
+            drafted = accepted + sum(d.get('rejected_prediction_tokens', 0) for d in details)
+            check(bool(options) <= (accepted > 0), '%s: no draft is right' % (options,))
+            check((s.metric('drafted_tokens_total'), s.metric('accepted_drafts_total')) == (drafted, accepted), '%s: metrics and usage differ' % (options,))
+
 def request_bytes(body, path='/v1/chat/completions'):
     data = json.dumps(body).encode()
     return b'POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n' % (path.encode(), len(data)) + data
@@ -284,7 +306,7 @@ with Server(MODEL) as s:
     for test in (test_chat, test_completions, test_penalties, test_structure, test_embeddings, test_errors, test_others, test_responses):
         try: test(s)
         except Exception as e: check(False, '%s: %r' % (test.__name__, e))
-for test in (test_parrot, lambda: test_many(64 if LONG else 24), test_limits, test_drain):
+for test in (test_parrot, lambda: test_many(64 if LONG else 24), test_drafts, test_limits, test_drain):
     try: test()
     except Exception as e: check(False, '%s: %r' % (test, e))
 print('http: %d passed, %d failed' % (passed, failed))
