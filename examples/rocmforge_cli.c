@@ -2951,7 +2951,8 @@ static const flag flags[] = {
     {"--pre", TEXT, AT(pre), TOKENIZE | WRITE | EMBED, 0, 0, 0, "NAME", "pre-tokenizer (the file's)"},
 
     HEADING(RUN | PLAN | INSPECT | CHECK, "device and memory"),
-    {"--device", TEXT, AT(device), RUN, 0, 0, 0, "D", "auto, cpu, null, hip:N (auto)"},
+    {"--device", TEXT, AT(device), RUN, 0, 0, 0, "D",
+     "auto, cpu, null, hip:N; several by layers: hip:0,1, hip:all, hip:0,cpu (auto)"},
     {"--device", TEXT, AT(device), PLAN | INSPECT, 0, 0, 0, "D", "also what memory this device needs"},
     {"--device", TEXT, AT(device), CHECK, 0, 0, 0, "D", "compare this device with the CPU, op by op"},
     {"-t, --threads", COUNT, AT(threads), RUN | CHECK, 0, 0, 256, "N", "of the CPU (0 = one per core)"},

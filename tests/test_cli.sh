@@ -602,6 +602,8 @@ expect 0 "bench -d" bench --gguf $model -p 0 -n 2 -r 1 -d 5,0,520 --peak 0
 verdict "bench -d: a line for each" [ "$(grep -c '^ *[0-9][0-9]*  *-  *-  *[0-9]' "$t/out")" -eq 3 ]
 verdict "bench -d: no peak" grep -q '^peak_gb_s  *not measured$' "$t/out"
 says "bench -d: more than it was trained for" "above the 512 tokens"
+expect 0 "bench on a group" bench --gguf $model -p 8 -n 2 -r 1 --peak 0 --device cpu,cpu
+verdict "bench on a group: its name" grep -q "cpu,cpu" "$t/out"
 for v in "" x 1, 1,x -1 16777217 "1 2" "[]"; do
     expect 2 "bench -d '$v'" bench --gguf $model -d "$v" && says "bench -d '$v'" "\"$v\""
 done
