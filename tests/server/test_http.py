@@ -119,6 +119,10 @@ def test_structure(s):
         r = s.post('/v1/chat/completions', say('Rain?', tools=tools, tool_choice=choice, max_tokens=300, logit_bias=NO_BREAKS))[1]['choices'][0]
         call = (r['message'].get('tool_calls') or [{'function': {'name': '', 'arguments': '{}'}}])[0]['function']
         check(r['finish_reason'] == 'tool_calls' and call['name'] == 'rain' and json.loads(call['arguments'])['city'] in ('Ulm', 'Rome'), 'tool_choice: %s' % r)
+    deltas = [c['delta'] for e in s.events('/v1/chat/completions', say('Rain?', tools=tools, tool_choice='required', max_tokens=300, logit_bias=NO_BREAKS, stream=True)) for c in e['choices']]
+    parts = [c for d in deltas for c in d.get('tool_calls', [])]
+    check(not any(d.get('content') for d in deltas) and [p['function']['name'] for p in parts if 'id' in p] == ['rain'] and
+          json.loads(''.join(p['function'].get('arguments', '') for p in parts))['city'] in ('Ulm', 'Rome'), 'a required call, streamed: %s' % deltas)
     comma = s.post('/tokenize', {'content': ','})[1]['tokens'][-1] # another call follows where it may, until the tokens end
     r = s.post('/v1/chat/completions', say('Rain?', tools=tools, tool_choice='required', max_tokens=300, logit_bias=dict(NO_BREAKS, **{str(comma): 90})))[1]['choices'][0]
     calls = r['message'].get('tool_calls') or []
