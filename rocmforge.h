@@ -11016,7 +11016,11 @@ RFI_ONCE_CODE_END
 
 #if !defined(__clang__)
 #pragma GCC push_options
-#pragma GCC optimize("O2", "fp-contract=off") /* without it intrinsics at -O0 are 15 to 70 times slower */
+#if defined(__OPTIMIZE__)
+#pragma GCC optimize("O2", "fp-contract=off")
+#else
+#pragma GCC optimize("O1", "fp-contract=off") /* without it intrinsics at -O0 are 15 to 70 times slower */
+#endif
 #else
 #pragma STDC FP_CONTRACT OFF
 #endif
@@ -13657,7 +13661,9 @@ enum { RFI_LANES_avx2 = 8, RFI_PANELS_avx2 = 1, RFI_COLS_avx2 = 4, RFI_KEYS_avx2
        RFI_FEW_EXPANDED_avx2 = 5 };
 #if !defined(__clang__)
 #pragma GCC push_options
+#if defined(__OPTIMIZE__)
 #pragma GCC optimize("O3") /* finds vectors in plain loops */
+#endif
 #endif
 RFI_ELEMENTWISE(avx2, RFI_256)
 #if !defined(__clang__)
@@ -14095,7 +14101,9 @@ enum { RFI_LANES_neon = 4, RFI_PANELS_neon = 1, RFI_COLS_neon = 8, RFI_KEYS_neon
        RFI_FEW_EXPANDED_neon = 1 };
 #if !defined(__clang__)
 #pragma GCC push_options
+#if defined(__OPTIMIZE__)
 #pragma GCC optimize("O3") /* finds vectors in plain loops */
+#endif
 #endif
 RFI_ELEMENTWISE(neon, RFI_NEON)
 #if !defined(__clang__)
