@@ -367,7 +367,7 @@ static int open_model(app *a, const char *device) {
     return DONE;
 }
 
-static int drafts_by_mtp(const app *a) { return a->o.draft && !strcmp(a->o.draft, "mtp"); }
+static uint32_t drafts_by_mtp(const app *a) { return a->o.draft && !strcmp(a->o.draft, "mtp"); }
 
 /* The context: --ctx, else n_ctx_train but at most DEFAULT_CTX, or `need` tokens if that is more. */
 static rf_session_desc session_desc(const app *a, uint64_t need, uint32_t n_logits) {
@@ -894,13 +894,13 @@ static int open_grammar(app *a) {
 static int open_writing_session(app *a, uint64_t need, uint64_t n_tokens) {
     int code;
     const uint32_t max = (uint32_t)a->o.draft_max;
-    const int mtp = drafts_by_mtp(a);
+    const uint32_t mtp = drafts_by_mtp(a);
     const char *path = a->o.draft && !mtp && strcmp(a->o.draft, "ngram") ? a->o.draft : NULL;
     if ((code = open_session(a, need, n_tokens, a->o.draft ? max + 1 : 1))) return code;
     if (!a->o.draft) return DONE;
     if (path && (code = lib(a, rf_gguf_open(path, NULL, &a->draft_g, &a->err)))) return code;
     if (path || mtp) {
-        const rf_model_desc how = {.mtp = (uint32_t)mtp};
+        const rf_model_desc how = {.mtp = mtp};
         if ((code = lib(a, rf_model_open(mtp ? a->g : a->draft_g, a->d, &how, &a->draft_m, &a->err)))) return code;
         const uint32_t trained = rf_model_get_info(a->draft_m).n_ctx_train;
         const rf_session_desc desc = {.n_ctx = trained && trained < a->n_ctx ? trained : a->n_ctx};
