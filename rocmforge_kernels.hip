@@ -10377,8 +10377,8 @@ static bool rfk_is_fused_step(const rf_prepared *p, const rf_step *step) {
     return step->n_rows <= p->n_few && step->n_logits <= step->n_rows && !p->events;
 }
 
-/* Whether kernels that call rfk_wait_previous may start early: in a graph, and in a step of several rows, which has
- * none, where nothing but kernels comes between them. */
+/* Whether kernels that call rfk_wait_previous may start early: in a graph, and in launches of a whole step of several
+ * rows. Nothing but kernels comes between these. */
 static int rfk_starts_early(const rfk_launching *l) {
     const rf_prepared *p = l->p;
     return p->dev->early && (p->capturing || (l->step->n_rows > 1 && rfk_is_fused_step(p, l->step) &&
