@@ -732,8 +732,8 @@ ROCMFORGE_API rf_result rf_session_eval(rf_session *s, const rf_token_row *rows,
  *   logits  out  borrowed [n_vocab] float32 in host memory, valid and writable (to mask tokens, say) until the next
  *                rf_session_eval or rf_session_forward; NULL on failure
  * Returns RF_OK; RF_ERR_ARGUMENT (no such row); RF_ERR_DEVICE (the copy failed; it may be tried again).   Memory none.
- * Cost: the first call after an eval copies the logits of all its rows from the device; if the largest alone is wanted,
- * rf_session_get_argmax copies none. */
+ * Cost: the first call after an eval copies the logits of all its rows from the device; where a token alone is wanted,
+ * rf_session_get_argmax and rf_session_sample copy none or one row's. */
 ROCMFORGE_API rf_result rf_session_get_logits(rf_session *s, uint32_t i, float **logits, rf_error *err);
 
 /* Id of the largest logit of that row, found by the device; of equal ones the smallest id. What is written to the
@@ -1231,9 +1231,10 @@ ROCMFORGE_API rf_result rf_sampler_sample(rf_sampler *s, float *logits, uint32_t
 
 /* The same from row i of the session's last rf_session_eval. A greedy sampler takes rf_session_get_argmax where
  * its desc cannot change that (no penalties, logits_fn and logprobs, no bias above 0 or of that token, a grammar that
- * goes on with it), unless rf_session_get_logits has handed out the logits: then it reads these, as they are now.
+ * goes on with it). With a temperature a GPU draws the token, the same one, where there is nothing but top-k, top-p and
+ * min-p. Not so once rf_session_get_logits has handed out the logits: then it reads these, as they are now.
  * Returns RF_OK; RF_ERR_ARGUMENT (no such row, no logit greater than -infinity); RF_ERR_DEVICE (copying the logits).
- * Memory none.   Cost O(1), or rf_session_get_logits and rf_sampler_sample.   Threads as both. */
+ * Memory none.   Cost O(1), or a copy of the row's logits and rf_sampler_sample.   Threads as both. */
 ROCMFORGE_API rf_result rf_session_sample(rf_session *s, uint32_t i, rf_sampler *sampler, int32_t *token,
                                           rf_error *err);
 
@@ -2362,6 +2363,27 @@ typedef struct rf_launch_config {
 
 #define RF_LAUNCH_CONFIGS 4u
 
+/* A token to draw from a row of logits, as rf_sampler_sample would: top-k, top-p, min-p, temperature. */
+typedef struct rf_draw {
+    double scale;    /* log2(e) / temperature                                               */
+    uint64_t random; /* uniform                                                             */
+    uint32_t row;    /* of the logits; out of range: token becomes -1                       */
+    uint32_t top_k;  /* 0: off                                                              */
+    uint32_t top_p;  /* in units of 2^-32, 0: off                                           */
+    float min_gap;   /* natural logarithm of min-p; -INFINITY: off                          */
+    int32_t token;   /* out; -1 if no logit is greater than -infinity                       */
+    uint32_t unused; /* 0                                                                   */
+} rf_draw;
+
+#define RF_DRAW_MAX_VOCAB 0x7ffffu /* 2^44, the largest weight, times as many fits 64 bits */
+
+/* What a device draws from: offsets into one block of device memory, multiples of 256. */
+typedef struct rf_draw_batch {
+    uint64_t logits, argmax; /* float [n_rows, n_vocab]; int32 [n_rows], as RF_OP_ARGMAX finds them */
+    uint64_t draws;          /* rf_draw [n_draws]                                                  */
+    uint32_t n_rows, n_vocab, n_draws; /* n_vocab at most RF_DRAW_MAX_VOCAB                         */
+} rf_draw_batch;
+
 typedef struct rf_session_stats {
     uint64_t launches;     /* kernels that a GPU was given to run, those of graphs included; 0 on the CPU   */
     uint64_t submissions;  /* calls of its driver that gave them: of a kernel, or of a graph of many        */
@@ -2372,7 +2394,7 @@ typedef struct rf_session_stats {
                               0: not all are timed yet                                                      */
 } rf_session_stats;
 
-#define RF_DEVICE_API_VERSION 10u
+#define RF_DEVICE_API_VERSION 11u
 
 /* The table of a device. Every entry may be called from any thread and leaves the thread's current device as it was.
  * Failures return a code and fill err; a device that is gone for good says so in device_info.lost. Asynchronous work
@@ -2422,6 +2444,9 @@ typedef struct rf_device_api {
     /* Reads n bytes at full speed, to measure bandwidth: the uint64 at sum += the n / 8 uint64 at src, modulo 2^64. n
      * and src.offset are multiples of 16, sum.offset of 8. */
     rf_result (*mem_sum)(rf_queue *q, rf_mem_at src, uint64_t n, rf_mem_at sum, rf_ticket *ticket, rf_error *err);
+
+    /* Draw tokens; every device draws the same ones, those of rf_sampler_sample. NULL: the host draws */
+    rf_result (*draw)(rf_queue *q, const rf_mem *mem, const rf_draw_batch *batch, rf_ticket *ticket, rf_error *err);
 
     int (*ticket_done)(const rf_ticket *ticket);                                             /* never blocks */
     rf_result (*ticket_wait)(const rf_ticket *ticket, uint32_t timeout_ms,
@@ -17483,7 +17508,7 @@ static uint32_t rfi_session_eval_rows(const rf_model *m, const rf_session_desc *
 
 /* The arrays of a session in host memory: where, type, member, elements for model m and desc d. */
 #define RFI_SESSION_ARRAYS(X)                                                                                          \
-    X(RFI_ZEROED, uint64_t, buffer_offset, m->plan.n_buffers) /* bytes into scratch                                */  \
+    X(RFI_ZEROED, uint64_t, buffer_offset, m->plan.n_buffers + 1ull) /* bytes into scratch; the last: of draws     */  \
     X(RFI_ZEROED, uint64_t, state_offset, m->plan.n_states)   /* bytes into state                                  */  \
     X(RFI_ZEROED, uint32_t, state_cells, m->plan.n_states)    /* KV cache cells of a sequence                      */  \
     X(RFI_ZEROED, uint32_t, segment_ops, m->plan.n_ops + 2ull)   /* [n_segments + 1] first op                      */  \
@@ -17515,6 +17540,8 @@ static uint32_t rfi_session_eval_rows(const rf_model *m, const rf_session_desc *
     X(RFI_ZEROED, uint8_t, ngram_row, m->config.ngram.row_bytes) /* as the file has it                             */  \
     X(RFI_PINNED, float, logits, m->config.arch->encoder ? 0 : (uint64_t)d->n_logits_max * m->plan.n_vocab)            \
     X(RFI_PINNED, int32_t, argmax, d->n_logits_max)                                                                    \
+    X(RFI_ZEROED, uint8_t, is_copied, d->n_logits_max)  /* 1: logits holds that row                                */  \
+    X(RFI_PINNED, rf_draw, draws, rfi_session_n_draws(m, d))       /* NULL: the host draws                         */  \
     X(RFI_PINNED, float, hidden, d->mtp ? (uint64_t)d->n_batch * m->plan.n_embd : 0) /* of the last micro-batch    */  \
     /* rf_session_embed */                                                                                             \
     X(RFI_RAW, float, pooled, (uint64_t)d->n_seq_max * m->plan.n_embd) /* sums of pooled rows                      */  \
@@ -17537,7 +17564,6 @@ struct rf_session {
     uint64_t loading_cancels;     /* of the store, when the eval in progress began           */
     uint32_t rollback;            /* length of sequence 0 if rf_session_forward fails        */
     uint32_t n_logits;            /* rows of the last eval that asked for logits             */
-    uint32_t logits_copied;       /* 1: logits holds them                                    */
     _Atomic uint32_t n_users;     /* schedulers                                              */
     _Atomic int cancel;
     uint32_t owns_model;          /* 1: rf_session_open_file opened the model, its device and file */
@@ -17597,6 +17623,12 @@ static uint32_t rfi_session_state_cells(const rf_session_desc *d, const rf_plan_
     return s->window == 0 || d->swa_full || n >= d->n_ctx ? d->n_ctx : (uint32_t)n;
 }
 
+/* Rows that the device can draw tokens from; 0: none. */
+static uint32_t rfi_session_n_draws(const rf_model *m, const rf_session_desc *d) {
+    const int draws = m->device->api->draw && m->plan.argmax != RF_NONE && m->plan.n_vocab <= RF_DRAW_MAX_VOCAB;
+    return draws ? d->n_logits_max : 0;
+}
+
 /* Reserve `n` x `width` elements at *end, which moves on to a multiple of 256; 0 if it does not fit 64 bits. */
 static int rfi_place(uint64_t *end, uint64_t *offset, uint64_t n, uint64_t width, uint64_t element_bytes) {
     uint64_t bytes;
@@ -17630,6 +17662,8 @@ static rf_result rfi_session_layout(const rf_model *m, const rf_session_desc *d,
                           b->width, sizeof(float));
         if (buffer_offset) buffer_offset[i] = at;
     }
+    fits &= rfi_place(&out->scratch_bytes, &at, rfi_session_n_draws(m, d), 1, sizeof(rf_draw));
+    if (buffer_offset) buffer_offset[plan->n_buffers] = at;
     for (uint32_t i = 0; i < plan->n_states; i++) {
         const rf_plan_state *s = &plan->states[i];
         uint64_t cells = (uint64_t)rfi_session_state_cells(d, s) * d->n_seq_max * s->n_kv_heads; /* < 2^31 * 2^14 */
@@ -18562,7 +18596,8 @@ ROCMFORGE_API rf_result rf_session_eval(rf_session *s, const rf_token_row *rows,
     if (!s || !rows || n_rows == 0)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_eval: session or rows is NULL, or there are no rows");
     if (rfi_device_check(s->m->device, "rf_session_eval", err) != RF_OK) return RF_ERR_ARGUMENT;
-    s->n_logits = s->logits_copied = 0;
+    s->n_logits = 0;
+    memset(s->is_copied, 0, s->desc.n_logits_max * sizeof *s->is_copied);
     rf_result r = rfi_eval_check(s, rows, n_rows, err);
     if (r == RF_OK) r = rfi_store_begin(s->m->store, &s->loading_cancels, err);
     if (r != RF_OK) return r;
@@ -18580,20 +18615,44 @@ ROCMFORGE_API rf_result rf_session_eval(rf_session *s, const rf_token_row *rows,
     return RF_OK;
 }
 
-static rf_result rfi_session_row(rf_session *s, uint32_t i, float **out, rf_error *err) {
+/* Copy the logits of rows [first, end) that were not copied yet. */
+static rf_result rfi_session_copy_rows(rf_session *s, uint32_t first, uint32_t end, rf_error *err) {
+    const uint64_t row_bytes = s->m->plan.n_vocab * sizeof *s->logits, at = s->buffer_offset[s->m->plan.logits];
+    rf_result r = RF_OK;
+    for (uint32_t n; r == RF_OK && first < end; first += n) {
+        for (n = 0; first + n < end && !s->is_copied[first + n];) n++;
+        if (n) r = rfi_session_read(s, at + first * row_bytes, s->logits + first * (uint64_t)s->m->plan.n_vocab,
+                                    n * row_bytes, err);
+        if (n && r == RF_OK) memset(s->is_copied + first, 1, n);
+        n += first + n < end; /* that one is there already */
+    }
+    return r;
+}
+
+/* Row i of the logits; all: the other rows are copied with it. */
+static rf_result rfi_session_row(rf_session *s, uint32_t i, int all, float **out, rf_error *err) {
     *out = NULL;
     if (s->m->config.arch->encoder)
         return rfi_fail(err, RF_ERR_UNSUPPORTED, i, "%s: an encoder has hidden states, no logits",
                         rfi_gguf_path(s->m->g));
     if (i >= s->n_logits)
         return rfi_fail(err, RF_ERR_ARGUMENT, i, "logits row %u: the last rf_session_eval gave %u", i, s->n_logits);
-    const uint64_t n_vocab = s->m->plan.n_vocab, at = s->buffer_offset[s->m->plan.logits];
-    rf_result r = RF_OK;
-    if (!s->logits_copied) r = rfi_session_read(s, at, s->logits, s->n_logits * n_vocab * sizeof *s->logits, err);
-    if (r != RF_OK) return r;
-    s->logits_copied = 1;
-    *out = s->logits + i * n_vocab;
-    return RF_OK;
+    rf_result r = all ? rfi_session_copy_rows(s, 0, s->n_logits, err) : rfi_session_copy_rows(s, i, i + 1, err);
+    if (r == RF_OK) *out = s->logits + i * (uint64_t)s->m->plan.n_vocab;
+    return r;
+}
+
+/* The device draws s->draws[0, n). */
+static rf_result rfi_session_draw(rf_session *s, uint32_t n, rf_error *err) {
+    const rf_device_api *api = s->m->device->api;
+    const rf_plan *plan = &s->m->plan;
+    const rf_draw_batch batch = {.logits = s->buffer_offset[plan->logits], .argmax = s->buffer_offset[plan->argmax],
+                                 .draws = s->buffer_offset[plan->n_buffers], .n_rows = s->n_logits,
+                                 .n_vocab = plan->n_vocab, .n_draws = n};
+    rf_ticket ticket;
+    rf_result r = api->mem_write(s->queue, &s->scratch, batch.draws, s->draws, n * sizeof *s->draws, &ticket, err);
+    if (r == RF_OK) r = api->draw(s->queue, &s->scratch, &batch, &ticket, err);
+    return r == RF_OK ? rfi_session_read(s, batch.draws, s->draws, n * sizeof *s->draws, err) : r;
 }
 
 ROCMFORGE_API rf_result rf_session_get_logits(rf_session *s, uint32_t i, float **logits, rf_error *err) {
@@ -18601,7 +18660,7 @@ ROCMFORGE_API rf_result rf_session_get_logits(rf_session *s, uint32_t i, float *
     if (logits) *logits = NULL;
     if (!s || !logits) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_get_logits: session or logits is NULL");
     if (rfi_device_check(s->m->device, "rf_session_get_logits", err) != RF_OK) return RF_ERR_ARGUMENT;
-    return rfi_session_row(s, i, logits, err);
+    return rfi_session_row(s, i, 1, logits, err);
 }
 
 ROCMFORGE_API rf_session_stats rf_session_get_stats(const rf_session *s) {
@@ -18646,7 +18705,7 @@ ROCMFORGE_API rf_result rf_session_forward(rf_session *s, const int32_t *tokens,
         r = rf_session_eval(s, s->forward_rows, n, err);
         at += n;
     }
-    if (r == RF_OK && logits) r = rfi_session_row(s, 0, logits, err);
+    if (r == RF_OK && logits) r = rfi_session_row(s, 0, 1, logits, err);
     s->rollback = 0;
     if (r != RF_OK) s->n_logits = 0;
     if (r != RF_OK && s->lengths[0] > before) rfi_session_cut(s, 0, before, err);
@@ -28271,13 +28330,14 @@ RFI_ONCE_CODE_END
 /* ==== 13e Sampling ======================================================================================= >>sample
  * Sampling: from logits to one token, without allocating and without sorting. A float maps to a uint32 key of the same
  * order, so that top-k and top-p are both a cut in key space, found by three histogram passes (11 + 11 + 10 bits) over
- * 24 KiB of stack; min-p, XTC and mirostat cut there, too. Exact: among equal logits the smaller ids stay. The draw
- * walks the ids in order, adds in double and needs no exp of the C library, so that the same seed and logits give the
- * same token on every machine (but for a last bit where a compiler fuses multiply and add). */
+ * 24 KiB of stack; min-p, XTC and mirostat cut there, too. Exact: among equal logits the smaller ids stay. Weights are
+ * integers, whose sums do not depend on the order, and need no exp of the C library, so that the same seed and logits
+ * give the same token on every machine, also where a GPU draws (rf_device_api.draw). */
 
 #define RFI_KEY_NONE 0x007fffffu     /* the key of -infinity: a token that cannot be chosen */
 #define RFI_KEY_INFINITY 0xff800000u
 #define RFI_CHOICE_BLOCKS 256u
+#define RFI_LOG2E 1.4426950408889634
 
 /* The tokens that can still be chosen: those with a key above `key`, and the first `ties` ids whose key equals it. Of
  * these min-p leaves keys from `floor` on, and XTC those below `ceiling` and the id `last`. The largest key of each
@@ -28286,6 +28346,7 @@ typedef struct rfi_choice {
     const float *logits; /* [n]               */
     float max;           /* the largest logit */
     uint32_t n, block_size, n_blocks;
+    uint32_t unit;       /* the largest logit weighs 2^unit: as much as sums of n weights allow, at most 2^44 */
     uint32_t key, ties, floor, ceiling, last;
     uint32_t best[RFI_CHOICE_BLOCKS];
 } rfi_choice;
@@ -28325,7 +28386,8 @@ static float rfi_largest(const float *x, uint32_t n) {
 static uint32_t rfi_choice_begin(rfi_choice *c, const float *logits, uint32_t n) {
     uint32_t token = 0, key = RFI_KEY_NONE;
     *c = (rfi_choice){.logits = logits, .n = n, .block_size = n / RFI_CHOICE_BLOCKS + 1, .key = RFI_KEY_NONE,
-                      .ceiling = UINT32_MAX};
+                      .unit = 44, .ceiling = UINT32_MAX};
+    while (n >> (63 - c->unit)) c->unit--;
     for (uint32_t i = 0; i < n; c->n_blocks++) {
         const uint32_t end = i + (uint32_t)rfi_min_u64(c->block_size, n - i);
         const float best = rfi_largest(logits + i, end - i);
@@ -28345,42 +28407,28 @@ static int rfi_choice_has(const rfi_choice *c, uint32_t i, uint32_t key, uint32_
     return key >= c->floor && (key < c->ceiling || i == c->last);
 }
 
-/* e^x for x <= 0, to 1e-8; 0 below -700. 2^whole goes into the exponent, the rest is a Taylor series, summed in
- * independent pairs. */
-static inline double rfi_sample_exp(double x) {
-    if (!(x > -700)) return 0;
-    double log2 = x * 1.4426950408889634, scale;
-    int64_t whole = (int64_t)(log2 - 0.5);
-    uint64_t bits = (uint64_t)(whole + 1023) << 52;
-    memcpy(&scale, &bits, sizeof scale);
-    double t = (log2 - (double)whole) * 0.6931471805599453, tt = t * t;
-    double high = (1.0 / 24 + t * (1.0 / 120)) + tt * (1.0 / 720 + t * (1.0 / 5040));
-    return scale * ((1 + t) + tt * (0.5 + t * (1.0 / 6)) + tt * tt * high);
+/* Probability relative to the most likely token's, in 2^-unit, rounded down; to 4e-9 before that. 2^-y: the whole part
+ * shifts, the fraction f goes into 1 - f (q0 - f (q1 - ...)) in units of 2^-32, fitted to be equal at 0.
+ *   scale  log2(e) / temperature */
+static inline uint64_t rfi_choice_weight(const rfi_choice *c, float logit, double scale) {
+    const double y = ((double)c->max - (double)logit) * scale; /* infinity - infinity is not below 44 */
+    if (!(y < 44)) return (uint64_t)(logit == c->max) << c->unit;
+    const uint64_t fixed = (uint64_t)(int64_t)(y * 0x1p32), f = (uint32_t)fixed;
+    uint64_t p = 5485254u - (f * 471680u >> 32);
+    p = 41153703u - (f * p >> 32);
+    p = 238336808u - (f * p >> 32);
+    p = 1031757105u - (f * p >> 32);
+    p = 2977044068u - (f * p >> 32);
+    p = (1ull << 32) - (f * p >> 32);
+    return p << 12 >> (fixed >> 32) >> (44 - c->unit);
 }
 
-/* Probability relative to the most likely token's. The comparison avoids infinity - infinity. */
-static double rfi_choice_weight(const rfi_choice *c, float logit, double inverse_temperature) {
-    return logit == c->max ? 1.0 : rfi_sample_exp(((double)logit - (double)c->max) * inverse_temperature);
-}
+static uint64_t rfi_mul_high(uint64_t a, uint64_t b) { return (uint64_t)((rfi_u128)a * b >> 64); }
 
-typedef double rfi_two_doubles __attribute__((vector_size(16)));
-typedef uint64_t rfi_two_words __attribute__((vector_size(16)));
-
-/* The sum of rfi_choice_weight over n logits of which none is infinite, in two lanes. What rounds to a whole number
- * is a sum with 1.5 * 2^52, which leaves it in the low bits. */
-static double rfi_weights_sum(const float *logits, uint32_t n, float max, double inverse_temperature) {
-    rfi_two_doubles sum = {0, 0};
-    uint32_t i = 0;
-    for (; i + 2 <= n; i += 2) {
-        const rfi_two_doubles logit = {(double)logits[i], (double)logits[i + 1]};
-        const rfi_two_doubles x = (logit - (double)max) * inverse_temperature, log2 = x * 1.4426950408889634;
-        const rfi_two_doubles whole = log2 + 0x1.8p52, t = (log2 - (whole - 0x1.8p52)) * 0.6931471805599453, tt = t * t;
-        const rfi_two_doubles high = (1.0 / 24 + t * (1.0 / 120)) + tt * (1.0 / 720 + t * (1.0 / 5040));
-        const rfi_two_doubles rest = (1 + t) + tt * (0.5 + t * (1.0 / 6)) + tt * tt * high;
-        const rfi_two_doubles weight = (rfi_two_doubles)((rfi_two_words)rest + ((rfi_two_words)whole << 52));
-        sum += (rfi_two_doubles)((rfi_two_words)weight & (rfi_two_words)(x > -700.0));
-    }
-    return sum[0] + sum[1] + (i < n ? rfi_sample_exp(((double)logits[i] - (double)max) * inverse_temperature) : 0);
+/* What of a sum of weights top-p wants to keep: at least the first token. */
+static uint32_t rfi_top_p_units(float top_p) { return (uint32_t)rfi_max_u64((uint64_t)((double)top_p * 0x1p32), 1); }
+static uint64_t rfi_top_p_target(uint64_t total, float top_p) {
+    return rfi_max_u64(rfi_mul_high(total, (uint64_t)rfi_top_p_units(top_p) << 32), 1);
 }
 
 /* Drop most of what cannot be in the top k: if k blocks have a largest key >= x, so have k ids. */
@@ -28397,14 +28445,14 @@ static void rfi_choice_skim(rfi_choice *c, uint32_t top_k) {
 
 /* Cut to the smallest set of the most likely tokens that holds
  *   top_k > 0   that many tokens
- *   top_k == 0  at least this weight, at temperature 1
+ *   top_k == 0  at least this weight (not 0), at temperature 1
  * and at least one token. Both are one search: a token counts 1 or its weight; histogram buckets are added from the
  * largest key down until the target is reached; that bucket is then split by the next bits of the key. */
-static void rfi_choice_tighten(rfi_choice *c, uint32_t top_k, double weight) {
+static void rfi_choice_tighten(rfi_choice *c, uint32_t top_k, uint64_t weight) {
     static const uint32_t bits[3] = {11, 11, 10};
     if (top_k) rfi_choice_skim(c, top_k);
     uint32_t count[1u << 11], prefix = 0, shift = 32, bucket = 0, lowest = c->key > c->floor ? c->key : c->floor;
-    double mass[1u << 11], above = 0, target = top_k ? top_k : weight;
+    uint64_t mass[1u << 11], above = 0, target = top_k ? top_k : weight;
     for (int level = 0; level < 3; level++) {
         uint32_t ties = c->ties, n_buckets = 1u << bits[level];
         memset(count, 0, sizeof count);
@@ -28419,67 +28467,68 @@ static void rfi_choice_tighten(rfi_choice *c, uint32_t top_k, double weight) {
                 if (level > 0 && key >> (shift + bits[level]) != prefix) continue;
                 bucket = (key >> shift) & (n_buckets - 1);
                 count[bucket]++;
-                if (!top_k) mass[bucket] += rfi_choice_weight(c, c->logits[i], 1.0);
+                if (!top_k) mass[bucket] += rfi_choice_weight(c, c->logits[i], RFI_LOG2E);
             }
         }
-        double sum = above;
+        uint64_t sum = above;
         for (uint32_t b = n_buckets; b-- > 0 && sum < target;) {
             if (count[b] == 0) continue;
             bucket = b;
             above = sum;
-            sum += top_k ? (double)count[b] : mass[b];
+            sum += top_k ? count[b] : mass[b];
         }
         prefix = prefix << bits[level] | bucket;
         lowest = prefix << shift > c->key ? prefix << shift : c->key;
     }
     /* The last bucket is one key: how many of its equal tokens does the target still need? */
-    double each = top_k ? 1.0 : mass[bucket] / (double)count[bucket], ties = ceil((target - above) / each);
-    if (!(ties >= 1)) ties = 1;
-    if (ties > (double)count[bucket]) ties = (double)count[bucket];
+    const uint64_t each = top_k ? 1 : mass[bucket] / count[bucket]; /* 0: of all tokens none is missing */
     c->key = prefix;
-    c->ties = (uint32_t)ties;
+    c->ties = (uint32_t)rfi_min_u64(each ? (target - above - 1) / each + 1 : UINT32_MAX, count[bucket]);
 }
 
 /* The weights of what can be chosen, all and by block; ties_at: of c->ties what is left at each block's start. */
-static double rfi_choice_sum(const rfi_choice *c, double inverse_temperature, double sums[RFI_CHOICE_BLOCKS],
-                             uint32_t ties_at[RFI_CHOICE_BLOCKS]) {
+static uint64_t rfi_choice_sum(const rfi_choice *c, double scale, uint64_t sums[RFI_CHOICE_BLOCKS],
+                               uint32_t ties_at[RFI_CHOICE_BLOCKS]) {
     uint32_t ties = c->ties;
-    const int all = c->key == RFI_KEY_NONE && !ties && !c->floor && c->ceiling == UINT32_MAX && isfinite(c->max);
-    double total = 0;
+    const int all = c->key == RFI_KEY_NONE && !ties && !c->floor && c->ceiling == UINT32_MAX;
+    uint64_t total = 0;
     for (uint32_t block = 0; block < c->n_blocks; block++) {
         uint32_t i = block * c->block_size, end = i + (uint32_t)rfi_min_u64(c->block_size, c->n - i);
         ties_at[block] = ties;
         sums[block] = 0;
         if (c->best[block] < c->key || (c->best[block] < c->floor && !ties)) continue;
-        if (all) sums[block] = rfi_weights_sum(c->logits + i, end - i, c->max, inverse_temperature);
+        uint64_t sum = 0;
+        if (all) for (; i < end; i++) sum += rfi_choice_weight(c, c->logits[i], scale);
         else for (; i < end; i++)
             if (rfi_choice_has(c, i, rfi_logit_key(c->logits[i]), &ties))
-                sums[block] += rfi_choice_weight(c, c->logits[i], inverse_temperature);
-        total += sums[block];
+                sum += rfi_choice_weight(c, c->logits[i], scale);
+        total += sums[block] = sum;
     }
     return total;
 }
 
-/* Top-p, then min-p (0: off). Tokens that weigh at most (1 - top_p) * total / n each cannot be needed; where those that
- * min-p leaves hold less than top_p, top-p takes none of them away. */
-static void rfi_choice_top_p(rfi_choice *c, double top_p, float min_p) {
-    double sums[RFI_CHOICE_BLOCKS];
+/* Top-p, then min-p (0: off). Tokens that weigh at most an n-th of what top-p leaves out cannot be needed; where those
+ * that min-p leaves hold less than top_p, top-p takes none of them away. */
+static void rfi_choice_top_p(rfi_choice *c, float top_p, float min_p) {
+    uint64_t sums[RFI_CHOICE_BLOCKS];
     uint32_t ties_at[RFI_CHOICE_BLOCKS];
-    const double total = rfi_choice_sum(c, 1.0, sums, ties_at), least = (1 - top_p) * total / c->n;
+    const uint64_t total = rfi_choice_sum(c, RFI_LOG2E, sums, ties_at), target = rfi_top_p_target(total, top_p);
+    const double least = ldexp((double)(total - target), -(int)c->unit) / c->n;
     const float safe = nextafterf((float)((double)c->max + log(0.999 * least)), -INFINITY);
     c->floor = rfi_logit_key(min_p > least ? c->max + logf(min_p) : safe);
-    if (min_p > least && rfi_choice_sum(c, 1.0, sums, ties_at) < top_p * total) return;
-    rfi_choice_tighten(c, 0, top_p * total);
+    if (min_p > least && rfi_choice_sum(c, RFI_LOG2E, sums, ties_at) < target) return;
+    rfi_choice_tighten(c, 0, target);
 }
 
 /* XTC: of the tokens with at least this probability leave only the least likely, the largest id among equals. */
 static void rfi_choice_exclude_top(rfi_choice *c, double threshold) {
-    double sums[RFI_CHOICE_BLOCKS], least;
+    uint64_t sums[RFI_CHOICE_BLOCKS];
     uint32_t ties_at[RFI_CHOICE_BLOCKS], ties = c->ties, n = 0, lowest = UINT32_MAX, last = 0;
-    least = threshold * rfi_choice_sum(c, 1.0, sums, ties_at);
+    const double least = threshold * (double)rfi_choice_sum(c, RFI_LOG2E, sums, ties_at);
     for (uint32_t i = 0; i < c->n; i++) {
         const uint32_t key = rfi_logit_key(c->logits[i]);
-        if (!rfi_choice_has(c, i, key, &ties) || rfi_choice_weight(c, c->logits[i], 1.0) < least) continue;
+        if (!rfi_choice_has(c, i, key, &ties)) continue;
+        if ((double)rfi_choice_weight(c, c->logits[i], RFI_LOG2E) < least) continue;
         n++;
         if (key <= lowest) lowest = key, last = i;
     }
@@ -28513,14 +28562,16 @@ static void rfi_random_seed(uint64_t state[2], uint64_t seed) {
     }
 }
 
-/* Uniform in [0, 1), 53 bits. */
-static double rfi_random(uint64_t state[2]) {
+static uint64_t rfi_random_bits(uint64_t state[2]) {
     uint64_t a = state[0], b = state[1], x = rfi_rotate(a + b, 17) + a;
     b ^= a;
     state[0] = rfi_rotate(a, 49) ^ b ^ b << 21;
     state[1] = rfi_rotate(b, 28);
-    return (double)(x >> 11) * 0x1p-53;
+    return x;
 }
+
+/* Uniform in [0, 1), 53 bits. */
+static double rfi_random(uint64_t state[2]) { return (double)(rfi_random_bits(state) >> 11) * 0x1p-53; }
 
 /* ---- the sampler ---- */
 
@@ -28832,28 +28883,19 @@ ROCMFORGE_API rf_result rf_dry_breakers_find(const rf_tokenizer *t, const char *
  * walked a second time.
  *   probability  out  the drawn token's, of the choice; may be NULL */
 static uint32_t rfi_sampler_draw(rf_sampler *s, const rfi_choice *c, double *probability) {
-    double sums[RFI_CHOICE_BLOCKS], inverse = 1.0 / (double)s->desc.temperature;
+    uint64_t sums[RFI_CHOICE_BLOCKS], weight;
+    const double scale = RFI_LOG2E / (double)s->desc.temperature;
     uint32_t ties_at[RFI_CHOICE_BLOCKS], from = 0;
-    const double total = rfi_choice_sum(c, inverse, sums, ties_at);
-    /* A block or token without weight is never entered, and rounding cannot lead past the last one that has some. */
-    double point = rfi_random(s->rng) * total;
-    for (uint32_t block = 0; block < c->n_blocks; block++) {
-        if (sums[block] <= 0) continue;
-        from = block;
-        if (point < sums[block]) break;
-        point -= sums[block];
-    }
-    uint32_t i = from * c->block_size, end = i + (uint32_t)rfi_min_u64(c->block_size, c->n - i), token = i;
-    for (uint32_t ties = ties_at[from]; i < end; i++) {
+    const uint64_t total = rfi_choice_sum(c, scale, sums, ties_at);
+    uint64_t point = rfi_mul_high(rfi_random_bits(s->rng), total); /* below total: some token holds it */
+    for (; point >= sums[from]; from++) point -= sums[from];
+    for (uint32_t i = from * c->block_size, ties = ties_at[from];; i++) {
         if (!rfi_choice_has(c, i, rfi_logit_key(c->logits[i]), &ties)) continue;
-        double weight = rfi_choice_weight(c, c->logits[i], inverse);
-        if (weight <= 0) continue;
-        token = i;
-        if (probability) *probability = weight / total;
-        if (point < weight) break;
+        weight = rfi_choice_weight(c, c->logits[i], scale);
+        if (probability) *probability = (double)weight / (double)total;
+        if (point < weight) return i;
         point -= weight;
     }
-    return token;
 }
 
 /* How many tokens mirostat 1 keeps: it fits Zipf's exponent to the 100 most likely ones.
@@ -28879,14 +28921,16 @@ static uint32_t rfi_mirostat_k(const rf_sampler *s, const rfi_choice *choice) {
  * Source: Basu et al. 2021; version 2 cuts by the surprise itself. */
 static uint32_t rfi_sampler_mirostat(rf_sampler *s, rfi_choice *c) {
     const rf_sampler_desc *d = &s->desc;
-    double sums[RFI_CHOICE_BLOCKS], probability = 1;
+    uint64_t sums[RFI_CHOICE_BLOCKS];
+    double probability = 1;
     uint32_t ties_at[RFI_CHOICE_BLOCKS];
     if (d->mirostat == 1) {
         const uint32_t k = rfi_mirostat_k(s, c);
         if (k < c->n) rfi_choice_tighten(c, k, 0);
     } else {
-        const double total = rfi_choice_sum(c, 1.0 / (double)d->temperature, sums, ties_at);
-        const double below = log(total) - s->mirostat_mu * 0.6931471805599453; /* ln of the least weight */
+        const uint64_t total = rfi_choice_sum(c, RFI_LOG2E / (double)d->temperature, sums, ties_at);
+        const double sum = ldexp((double)total, -(int)c->unit);
+        const double below = log(sum) - s->mirostat_mu * 0.6931471805599453; /* ln of the least weight */
         if (below > 0) rfi_choice_tighten(c, 1, 0);
         else c->floor = rfi_logit_key((float)((double)c->max + below * (double)d->temperature));
     }
@@ -28899,11 +28943,11 @@ static uint32_t rfi_sampler_mirostat(rf_sampler *s, rfi_choice *c) {
 static void rfi_sampler_logprobs(const rf_sampler *s, uint32_t n_vocab, int32_t token) {
     const rf_sampler_desc *d = &s->desc;
     const float *logits = d->logprob_memory;
-    double sums[RFI_CHOICE_BLOCKS];
+    uint64_t sums[RFI_CHOICE_BLOCKS];
     uint32_t ties_at[RFI_CHOICE_BLOCKS], n = 0;
     rfi_choice c;
     rfi_choice_begin(&c, logits, n_vocab);
-    const double log_sum = log(rfi_choice_sum(&c, 1.0, sums, ties_at));
+    const double log_sum = log(ldexp((double)rfi_choice_sum(&c, RFI_LOG2E, sums, ties_at), -(int)c.unit));
     d->logprobs[0] = (rf_logprob){token, logits[token]};
     if (d->n_top_logprobs && rfi_logit_key(c.max) != RFI_KEY_NONE)
         n = rfi_choice_best(&c, d->n_top_logprobs, d->logprobs + 1);
@@ -28936,7 +28980,7 @@ ROCMFORGE_API rf_result rf_sampler_sample(rf_sampler *s, float *logits, uint32_t
     if (d->temperature > 0 && d->mirostat) chosen = rfi_sampler_mirostat(s, &choice);
     else if (d->temperature > 0) {
         if (d->top_k > 0 && d->top_k < n_vocab) rfi_choice_tighten(&choice, d->top_k, 0);
-        if (d->top_p > 0 && d->top_p < 1) rfi_choice_top_p(&choice, (double)d->top_p, d->min_p);
+        if (d->top_p > 0 && d->top_p < 1) rfi_choice_top_p(&choice, d->top_p, d->min_p);
         else if (d->min_p > 0) choice.floor = rfi_logit_key(choice.max + logf(d->min_p));
         if (d->xtc_probability > 0 && d->xtc_threshold <= 0.5f && rfi_random(s->rng) < (double)d->xtc_probability)
             rfi_choice_exclude_top(&choice, (double)d->xtc_threshold);
@@ -28950,16 +28994,42 @@ ROCMFORGE_API rf_result rf_sampler_sample(rf_sampler *s, float *logits, uint32_t
     return RF_OK;
 }
 
+/* Does the sampler choose from the logits as they are, but for biases and a grammar? */
+static int rfi_sampler_is_plain(const rf_sampler_desc *d) {
+    return (d->repeat_penalty == 0 || d->repeat_penalty == 1) && d->frequency_penalty == 0 &&
+           d->presence_penalty == 0 && d->dry_multiplier == 0 && !d->logits_fn && !d->logprobs;
+}
+
 /* Does a greedy sampler take the token of the largest logit, whatever the other logits are? It does where all that
  * changes logits is biases of other tokens below 0, and a grammar that goes on with the token: it is told so then. */
 static int rfi_sampler_takes(const rf_sampler *s, int32_t token) {
     const rf_sampler_desc *d = &s->desc;
-    if (token < 0 || d->temperature > 0 || (d->repeat_penalty != 0 && d->repeat_penalty != 1) ||
-        d->frequency_penalty != 0 || d->presence_penalty != 0 || d->dry_multiplier != 0 || d->logits_fn || d->logprobs)
-        return 0;
+    if (token < 0 || d->temperature > 0 || !rfi_sampler_is_plain(d)) return 0;
     for (uint32_t i = 0; i < d->n_bias; i++)
         if (d->bias[i].bias > 0 || d->bias[i].token == token) return 0;
     return !d->grammar || rf_grammar_matcher_accept(d->grammar, token, NULL) == RF_OK;
+}
+
+/* The sampler's next choice from a row as a draw; 0: a device cannot make it. */
+static int rfi_sampler_draw_of(const rf_sampler *s, uint32_t row, rf_draw *out) {
+    const rf_sampler_desc *d = &s->desc;
+    uint64_t rng[2] = {s->rng[0], s->rng[1]};
+    if (!(d->temperature > 0) || !rfi_sampler_is_plain(d) || d->n_bias || d->grammar || d->mirostat ||
+        (d->xtc_probability > 0 && d->xtc_threshold <= 0.5f))
+        return 0;
+    *out = (rf_draw){.scale = RFI_LOG2E / (double)d->temperature, .random = rfi_random_bits(rng), .row = row,
+                     .top_k = d->top_k, .top_p = d->top_p > 0 && d->top_p < 1 ? rfi_top_p_units(d->top_p) : 0,
+                     .min_gap = d->min_p > 0 ? logf(d->min_p) : -INFINITY, .token = -1};
+    return 1;
+}
+
+/* The device has drawn: go on as if the sampler had. Returns 0 if there is no token, and the logits say why. */
+static int rfi_sampler_drawn(rf_sampler *s, const rf_draw *draw, int32_t *token) {
+    if (draw->token < 0) return 0;
+    rfi_random_bits(s->rng);
+    *token = draw->token;
+    rf_sampler_accept(s, *token);
+    return 1;
 }
 
 ROCMFORGE_API rf_result rf_session_sample(rf_session *s, uint32_t i, rf_sampler *sampler, int32_t *token,
@@ -28968,13 +29038,19 @@ ROCMFORGE_API rf_result rf_session_sample(rf_session *s, uint32_t i, rf_sampler 
     if (!s || !sampler || !token)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_sample: session, sampler or token is NULL");
     if (rfi_device_check(s->m->device, "rf_session_sample", err) != RF_OK) return RF_ERR_ARGUMENT;
-    if (!s->logits_copied && i < s->n_logits && rfi_sampler_takes(sampler, s->argmax[i])) {
+    const int on_device = i < s->n_logits && !s->is_copied[i];
+    if (on_device && rfi_sampler_takes(sampler, s->argmax[i])) {
         *token = s->argmax[i];
         rf_sampler_accept(sampler, *token);
         return RF_OK;
     }
     float *logits;
-    rf_result r = rfi_session_row(s, i, &logits, err);
+    rf_result r = RF_OK;
+    if (on_device && s->draws && rfi_sampler_draw_of(sampler, i, &s->draws[0])) {
+        r = rfi_session_draw(s, 1, err);
+        if (r == RF_OK && rfi_sampler_drawn(sampler, &s->draws[0], token)) return RF_OK;
+    }
+    if (r == RF_OK) r = rfi_session_row(s, i, 0, &logits, err);
     return r == RF_OK ? rf_sampler_sample(sampler, logits, s->m->plan.n_vocab, token, err) : r;
 }
 
@@ -29343,6 +29419,7 @@ typedef struct rfi_slot {
     uint32_t first_row; /* of that batch                                      */
     int32_t drafts[RFI_MAX_DRAFTS];
     int is_sampled, needs_logits; /* 1: `next` is of logits_row, with `reason`; it will be, from the logits */
+    uint32_t draw;      /* 1 + that of the session's draws which gives `next`, 0: none */
     rf_result reason;
 } rfi_slot;
 
@@ -29617,26 +29694,39 @@ static void rfi_scheduler_sample_slot(void *ctx, uint32_t i, uint32_t thread) {
     slot->is_sampled = 1;
 }
 
-/* Sample the first rows of all requests at once, on all threads. Those with a grammar, whose matchers may share one, or
- * with logits_fn are left to the caller's thread. */
+/* Sample the first rows of all requests at once: the device draws, the threads take what it cannot. Those with a
+ * grammar, whose matchers may share one, or with logits_fn are left to the caller's thread. */
 static void rfi_scheduler_sample(rf_scheduler *sch) {
     rf_session *s = sch->session;
-    uint32_t n = 0;
-    float *logits;
+    uint32_t n = 0, n_draws = 0;
     for (uint32_t i = 0; i < sch->n_running; i++) {
         rfi_slot *slot = &sch->slots[i];
         rf_sampler *sampler = slot->request.sampler;
-        slot->is_sampled = slot->needs_logits = 0;
+        slot->is_sampled = slot->needs_logits = 0, slot->draw = 0;
         if (slot->seq < 0 || slot->logits_row < 0 || sampler->desc.grammar || sampler->desc.logits_fn) continue;
-        slot->is_sampled = rfi_sampler_takes(sampler, s->argmax[slot->logits_row]);
-        slot->needs_logits = !slot->is_sampled;
-        n += !slot->is_sampled;
-        if (!slot->is_sampled) continue;
-        slot->next = s->argmax[slot->logits_row], slot->reason = RF_OK;
-        rf_sampler_accept(sampler, slot->next);
+        const uint32_t row = (uint32_t)slot->logits_row;
+        slot->is_sampled = rfi_sampler_takes(sampler, s->argmax[row]);
+        if (slot->is_sampled) {
+            slot->next = s->argmax[row], slot->reason = RF_OK;
+            rf_sampler_accept(sampler, slot->next);
+        } else if (s->draws && rfi_sampler_draw_of(sampler, row, &s->draws[n_draws])) slot->draw = ++n_draws;
+        else slot->needs_logits = 1, n++;
     }
-    if (n > 1 && rfi_session_row(s, 0, &logits, NULL) == RF_OK)
-        rfi_pool_run(&sch->pool, rfi_scheduler_sample_slot, sch, sch->n_running);
+    const int drawn = n_draws && rfi_session_draw(s, n_draws, NULL) == RF_OK;
+    for (uint32_t i = 0; drawn && i < sch->n_running; i++) {
+        rfi_slot *slot = &sch->slots[i];
+        if (!slot->draw || !rfi_sampler_drawn(slot->request.sampler, &s->draws[slot->draw - 1], &slot->next)) continue;
+        slot->is_sampled = 1, slot->reason = RF_OK;
+    }
+    if (n < 2) return;
+    for (uint32_t i = 0, first, end; i < sch->n_running; i++) { /* rows of neighbours in one copy */
+        if (!sch->slots[i].needs_logits) continue;
+        first = (uint32_t)sch->slots[i].logits_row, end = first + 1;
+        for (; i + 1 < sch->n_running && sch->slots[i + 1].needs_logits &&
+               sch->slots[i + 1].logits_row == (int32_t)end; i++) end++;
+        if (rfi_session_copy_rows(s, first, end, NULL) != RF_OK) return;
+    }
+    rfi_pool_run(&sch->pool, rfi_scheduler_sample_slot, sch, sch->n_running);
 }
 
 /* Sample a request's next tokens: one, and one behind each draft that was chosen, too; then cut off the other drafts.

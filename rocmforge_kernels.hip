@@ -1859,6 +1859,200 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_argmax_join(rfk
     if (threadIdx.x == 0) reinterpret_cast<uint32_t *>(a.out)[(size_t)blockIdx.x * a.out_stride] = best.id;
 }
 
+/* ---- drawing tokens ----
+ * rf_draw, as rf_sampler_sample does it: weights are integers, whose sums do not depend on the order, so that the
+ * tokens are the same. A block draws one token; its threads read the row once for each of at most 2 x 3 digits of a
+ * key, and then four times less and less of it to find the place of the random number. */
+#define RFK_DRAW_BLOCK 1024
+#define RFK_DRAW_BUCKETS 2048u
+struct rfk_draw_args {
+    const float *logits;   /* [n_rows, n]  */
+    const int32_t *argmax; /* [n_rows]     */
+    rf_draw *draws;
+    uint32_t n_rows, n;
+};
+struct rfk_draw_shared {
+    uint32_t low[RFK_DRAW_BUCKETS], high[RFK_DRAW_BUCKETS]; /* count, or sum of weights, of keys with a digit */
+    uint64_t sum[RFK_DRAW_BLOCK / 32], target, above;
+    uint32_t equal[RFK_DRAW_BLOCK / 32], bucket;
+};
+/* A row and what of it can be chosen: keys above `key` and the first `ties` ids whose key equals it; of these keys from
+ * `floor` on. */
+struct rfk_draw_row {
+    const float *logits;
+    float max;
+    uint32_t n, key, ties, floor;
+};
+
+RFK_DEVICE uint64_t rfk_mul_high(uint64_t a, uint64_t b) {
+    const uint64_t low = (a & 0xffffffffu) * (b & 0xffffffffu);
+    const uint64_t ab = (a >> 32) * (b & 0xffffffffu), ba = (a & 0xffffffffu) * (b >> 32);
+    const uint64_t middle = (low >> 32) + (uint32_t)ab + (uint32_t)ba;
+    return (a >> 32) * (b >> 32) + (ab >> 32) + (ba >> 32) + (middle >> 32);
+}
+
+/* As rfi_logit_key: order-preserving; NaN counts as -infinity, -0 as 0. */
+#define RFK_KEY_NONE 0x007fffffu
+RFK_DEVICE uint32_t rfk_logit_key(float logit) {
+    const uint32_t bits = rfk_as_bits(logit), key = bits ^ ((0u - (bits >> 31)) | 0x80000000u);
+    if (key - RFK_KEY_NONE > 0xff800000u - RFK_KEY_NONE) return RFK_KEY_NONE;
+    return key + (key == 0x7fffffffu);
+}
+
+/* As rfi_choice_weight, in units of 2^-44 of the largest. */
+RFK_DEVICE uint64_t rfk_draw_weight(float max, float logit, double scale) {
+    const double y = ((double)max - (double)logit) * scale;
+    if (!(y < 44)) return (uint64_t)(logit == max) << 44;
+    const uint64_t fixed = (uint64_t)(int64_t)(y * 4294967296.0);
+    const uint32_t f = (uint32_t)fixed;
+    uint32_t p = 5485254u - (uint32_t)((uint64_t)f * 471680u >> 32);
+    p = 41153703u - (uint32_t)((uint64_t)f * p >> 32);
+    p = 238336808u - (uint32_t)((uint64_t)f * p >> 32);
+    p = 1031757105u - (uint32_t)((uint64_t)f * p >> 32);
+    p = 2977044068u - (uint32_t)((uint64_t)f * p >> 32);
+    const uint64_t power = (1ull << 32) - ((uint64_t)f * p >> 32);
+    return power << 12 >> (uint32_t)(fixed >> 32);
+}
+
+/* Two atomics of 32 bits: NVIDIA's shared memory has none of 64. A wrapped sum shows in what was there before. */
+RFK_DEVICE void rfk_draw_add(rfk_draw_shared &s, uint32_t bucket, uint64_t v) {
+    uint32_t low = (uint32_t)v, high = (uint32_t)(v >> 32);
+    if (low) high += atomicAdd(&s.low[bucket], low) + low < low;
+    if (high) atomicAdd(&s.high[bucket], high);
+}
+
+/* From the largest digit down: in which bucket do the sums reach the target, and what is above it? By one wave; each
+ * lane has neighbouring buckets. top_p: the target is that share of all, else s.target. */
+template <int WAVE> RFK_DEVICE void rfk_draw_find(rfk_draw_shared &s, uint32_t n_buckets, uint32_t top_p) {
+    const uint32_t share = n_buckets / WAVE, begin = n_buckets - (threadIdx.x + 1) * share;
+    uint64_t own = 0;
+    for (uint32_t i = 0; i < share; i++) own += s.low[begin + i] | (uint64_t)s.high[begin + i] << 32;
+    uint64_t to = own; /* of this lane's and those above */
+    for (uint32_t far = 1; far < WAVE; far *= 2) {
+        const uint64_t v = rfk_shuffle<WAVE>(to, (threadIdx.x - far) % WAVE);
+        if (threadIdx.x >= far) to += v;
+    }
+    const uint64_t total = s.above + rfk_shuffle<WAVE>(to, WAVE - 1);
+    uint64_t target = s.target, above = s.above + to - own;
+    if (top_p) target = rfk_mul_high(total, (uint64_t)top_p << 32);
+    if (target == 0) target = 1;
+    if (target > total) target = total; /* top-k of fewer than k numbers */
+    rfk_sync_lanes<WAVE>();
+    if (above >= target || above + own < target) return;
+    for (uint32_t b = begin + share; b-- > begin;) {
+        const uint64_t v = s.low[b] | (uint64_t)s.high[b] << 32;
+        if (above + v >= target) {
+            s.bucket = b, s.above = above, s.target = target;
+            return;
+        }
+        above += v;
+    }
+}
+
+/* Cut to the best top_k, or, if that is 0, to the best that hold top_p of the weight at temperature 1, as
+ * rfi_choice_tighten. Where min-p takes away all that top-p would, the row stays as it is. */
+template <int WAVE>
+RFK_DEVICE void rfk_draw_tighten(rfk_draw_shared &s, rfk_draw_row &row, uint32_t top_k, uint32_t top_p) {
+    const double scale = 1.4426950408889634;
+    uint32_t prefix = 0, shift = 32;
+    if (threadIdx.x == 0) s.target = top_k, s.above = 0;
+    for (int level = 0; level < 3; level++) {
+        const uint32_t bits = level < 2 ? 11 : 10, mask = (1u << bits) - 1;
+        shift -= bits;
+        for (uint32_t i = threadIdx.x; i <= mask; i += RFK_DRAW_BLOCK) s.low[i] = s.high[i] = 0;
+        __syncthreads();
+        for (uint32_t i = threadIdx.x; i < row.n; i += RFK_DRAW_BLOCK) {
+            const float logit = row.logits[i];
+            const uint32_t key = rfk_logit_key(logit);
+            if (key <= row.key || (level > 0 && key >> shift >> bits != prefix)) continue;
+            rfk_draw_add(s, key >> shift & mask, top_k ? 1 : rfk_draw_weight(row.max, logit, scale));
+        }
+        if (threadIdx.x == 0 && row.ties && (level == 0 || row.key >> shift >> bits == prefix)) {
+            const float logit = rfk_as_float(row.key & 0x80000000u ? row.key ^ 0x80000000u : ~row.key);
+            rfk_draw_add(s, row.key >> shift & mask, row.ties * rfk_draw_weight(row.max, logit, scale));
+        }
+        __syncthreads();
+        if (threadIdx.x < WAVE) rfk_draw_find<WAVE>(s, mask + 1, level == 0 ? top_p : 0);
+        __syncthreads();
+        prefix = prefix << bits | s.bucket;
+        if (top_p && (((uint64_t)prefix + 1) << shift) <= row.floor) return;
+    }
+    const float logit = rfk_as_float(prefix & 0x80000000u ? prefix ^ 0x80000000u : ~prefix);
+    const uint64_t each = top_k ? 1 : rfk_draw_weight(row.max, logit, scale);
+    row.key = prefix;
+    row.ties = (uint32_t)((s.target - s.above - 1) / each + 1);
+    __syncthreads();
+}
+
+/* Draw from the row: sums by waves of equal shares of the ids; the share that holds the point is shared out next. */
+template <int WAVE>
+RFK_DEVICE uint32_t rfk_draw_point(rfk_draw_shared &s, const rfk_draw_row &row, double scale, uint64_t random) {
+    const uint32_t n_waves = RFK_DRAW_BLOCK / WAVE, wave = threadIdx.x / WAVE, lane = threadIdx.x % WAVE;
+    const float equal_logit = rfk_as_float(row.key & 0x80000000u ? row.key ^ 0x80000000u : ~row.key);
+    const uint64_t each = row.ties && row.key >= row.floor ? rfk_draw_weight(row.max, equal_logit, scale) : 0;
+    uint32_t first = 0, end = row.n, ties = row.ties;
+    uint64_t point = 0;
+    for (int round = 0;; round++) {
+        const uint32_t share = (end - first + n_waves - 1) / n_waves;
+        uint64_t sum = 0;
+        uint32_t equal = 0;
+        for (uint32_t i = lane; i < share && first + wave * share + i < end; i += WAVE) {
+            const float logit = row.logits[first + wave * share + i];
+            const uint32_t key = rfk_logit_key(logit);
+            if (key > row.key && key >= row.floor) sum += rfk_draw_weight(row.max, logit, scale);
+            equal += key == row.key;
+        }
+        for (int mask = WAVE / 2; mask > 0; mask /= 2) {
+            sum += rfk_shuffle_xor<WAVE>(sum, mask);
+            equal += rfk_shuffle_xor<WAVE>(equal, mask);
+        }
+        if (lane == 0) s.sum[wave] = sum, s.equal[wave] = equal;
+        __syncthreads();
+        uint64_t total = 0;
+        uint32_t left = ties, w = 0;
+        for (uint32_t i = 0; round == 0 && i < n_waves; i++) {
+            const uint32_t taken = s.equal[i] < left ? s.equal[i] : left;
+            total += s.sum[i] + taken * each;
+            left -= taken;
+        }
+        if (round == 0) point = rfk_mul_high(random, total);
+        for (; w + 1 < n_waves; w++) {
+            const uint32_t taken = s.equal[w] < ties ? s.equal[w] : ties;
+            const uint64_t weight = s.sum[w] + taken * each;
+            if (point < weight) break;
+            point -= weight;
+            ties -= taken;
+        }
+        first += w * share;
+        if (share == 1) return first;
+        if (end - first > share) end = first + share;
+        __syncthreads();
+    }
+}
+
+/*   grid draws   block 1024   17 KiB of LDS */
+template <int WAVE> static __global__ void RFK_THREADS(RFK_DRAW_BLOCK) rfk_draw(rfk_draw_args a) {
+    if (!RFK_RUNS_WAVE(WAVE)) return;
+    RFK_SHARED(rfk_draw_shared, s);
+    const rf_draw draw = a.draws[blockIdx.x];
+    const int32_t best = draw.row < a.n_rows ? a.argmax[draw.row] : -1;
+    rfk_draw_row row;
+    if (best < 0) {
+        if (threadIdx.x == 0) a.draws[blockIdx.x].token = -1;
+        return;
+    }
+    row.logits = a.logits + (size_t)draw.row * a.n;
+    row.max = row.logits[best];
+    row.n = a.n;
+    row.key = RFK_KEY_NONE;
+    row.ties = 0;
+    row.floor = rfk_logit_key(row.max + draw.min_gap);
+    if (draw.top_k && draw.top_k < a.n) rfk_draw_tighten<WAVE>(s, row, draw.top_k, 0);
+    if (draw.top_p) rfk_draw_tighten<WAVE>(s, row, 0, draw.top_p);
+    const uint32_t token = rfk_draw_point<WAVE>(s, row, draw.scale, draw.random);
+    if (threadIdx.x == 0) a.draws[blockIdx.x].token = (int32_t)token;
+}
+
 /* The router, RF_OP_ROUTE: top-k experts of a row and their weights.   grid rows   block WAVE
  * Sums over all experts are lane by lane, sums over the chosen ones in order. */
 struct rfk_route_args {
@@ -8847,6 +9041,28 @@ static rf_result rfk_mem_sum(rf_queue *q, rf_mem_at src, uint64_t n, rf_mem_at s
     return rfk_end_submit(q, r, ticket, err);
 }
 
+static rf_result rfk_draw_tokens(rf_queue *q, const rf_mem *mem, const rf_draw_batch *b, rf_ticket *ticket,
+                                 rf_error *err) {
+    rfk_no_ticket(ticket);
+    rf_result r = rfk_range(mem, b->logits, (uint64_t)b->n_rows * b->n_vocab * sizeof(float), "draw", err);
+    if (r == RF_OK) r = rfk_range(mem, b->argmax, b->n_rows * sizeof(int32_t), "draw", err);
+    if (r == RF_OK) r = rfk_range(mem, b->draws, b->n_draws * sizeof(rf_draw), "draw", err);
+    if (r == RF_OK && (b->n_vocab == 0 || b->n_vocab > RF_DRAW_MAX_VOCAB))
+        r = rfk_fail(err, RF_ERR_ARGUMENT, 0, b->n_vocab, "hip: draw from %u logits: want 1 to %u", b->n_vocab,
+                     RF_DRAW_MAX_VOCAB);
+    if (r != RF_OK || b->n_draws == 0) return r;
+    rfk_scope scope(q->dev->index);
+    if (scope.error != hipSuccess) return rfk_enter_queue(q, scope, err);
+    char *base = (char *)mem->base;
+    rfk_draw_args a = {(const float *)(const void *)(base + b->logits),
+                       (const int32_t *)(const void *)(base + b->argmax), (rf_draw *)(void *)(base + b->draws),
+                       b->n_rows, b->n_vocab};
+    pthread_mutex_lock(&q->submit);
+    r = rfk_check(q->dev, err, rfk_launch(q->dev->wave == 64 ? rfk_draw<64> : rfk_draw<32>, dim3(b->n_draws),
+                                          dim3(RFK_DRAW_BLOCK), q->stream, a), "hipLaunchKernel", "draw", 0);
+    return rfk_end_submit(q, r, ticket, err);
+}
+
 /* ---- opening ---- */
 
 static void rfk_device_close(rf_dev *d) {
@@ -12142,7 +12358,7 @@ extern "C" const rf_device_api *rocmforge_hip_api(void) {
         rfk_host_create, rfk_host_release, rfk_host_share, rfk_peer_open, rfk_mem_create, rfk_mem_release,
         rfk_queue_create, rfk_queue_release,
         rfk_table_create, rfk_table_release, rfk_weight_layout, rfk_weight_write, rfk_weight_clear,
-        rfk_mem_write, rfk_mem_read, rfk_mem_copy, rfk_mem_fill, rfk_mem_sum,
+        rfk_mem_write, rfk_mem_read, rfk_mem_copy, rfk_mem_fill, rfk_mem_sum, rfk_draw_tokens,
         rfk_ticket_done, rfk_ticket_wait, rfk_queue_after,
         rfk_op_supported, rfk_plan_bytes, rfk_plan_prepare, rfk_plan_run, rfk_plan_release, rfk_plan_stats, rfk_times,
     };

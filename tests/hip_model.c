@@ -590,6 +590,131 @@ static void forecast_case(const char *path, const char *device, const rf_session
     rig_close(&r);
 }
 
+/* ---- drawing tokens ---- */
+
+/* xoroshiro128++: what a sampler with this state draws next. */
+static uint64_t next_random(const uint64_t state[2]) {
+    const uint64_t sum = state[0] + state[1];
+    return (sum << 17 | sum >> 47) + state[0];
+}
+static double uniform(uint64_t *state) {
+    *state = *state * 6364136223846793005u + 1442695040888963407u;
+    return (double)(*state >> 11) * 0x1p-53;
+}
+
+/* Logits of several kinds: normal, few values (ties), nearly flat, numbers and others mixed, all equal, one above the rest. */
+static void fill_logits(float *logits, uint32_t n, uint32_t kind, uint64_t *state) {
+    static const uint32_t odd[] = {0x7f800000u, 0xff800000u, 0x7fc00000u, 0xffc00001u, 0x80000000u, 0, 0xff7fffffu, 0x00000001u};
+    for (uint32_t i = 0; i < n; i++) {
+        double x = -6;
+        for (int k = 0; k < 12; k++) x += uniform(state);
+        if (kind == 1) x = floor(2 * x) / 2;
+        if (kind == 2) x *= 1e-3;
+        if (kind == 4) x = 0;
+        logits[i] = (float)(2 * x);
+        if (kind == 3 && uniform(state) < 0.4) memcpy(&logits[i], &odd[1 + (int)(7 * uniform(state))], sizeof *logits);
+        if (kind == 5 && i == n / 2) logits[i] = 40;
+    }
+    if (kind == 3 && n > 2) memcpy(&logits[n / 3], &odd[uniform(state) < 0.5], sizeof *logits);
+}
+
+/* The device draws from rows in any order; the host's sampler must choose the same tokens. */
+static void draw_case(rf_device *d, uint32_t n, uint32_t kind, const rf_sampler_desc *descs, uint32_t n_descs) {
+    enum { ROWS = 3, DRAWS = 40 };
+    rf_dev *dev;
+    const rf_device_api *api = rf_device_get_api(d, &dev);
+    const uint64_t row_bytes = n * sizeof(float), argmax_at = (ROWS * row_bytes + 255) / 256 * 256, draws_at = argmax_at + 256;
+    float *logits = malloc(ROWS * row_bytes), *copy = malloc(row_bytes);
+    uint64_t state = n * 6 + kind;
+    int32_t argmax[ROWS] = {-1, -1, -1};
+    rf_draw draws[DRAWS];
+    rf_sampler samplers[DRAWS];
+    rf_queue *q = NULL;
+    rf_mem mem = {0};
+    rf_ticket t = {0};
+    rf_error err = {0};
+    for (uint32_t row = 0; row < ROWS; row++) {
+        const float *values = logits + (size_t)row * n;
+        fill_logits(logits + (size_t)row * n, n, kind, &state);
+        for (uint32_t i = 0; i < n; i++)
+            if (values[i] > (argmax[row] < 0 ? -INFINITY : values[argmax[row]])) argmax[row] = (int32_t)i;
+    }
+    for (uint32_t i = 0; i < DRAWS; i++) {
+        rf_sampler_desc desc = descs[i % n_descs];
+        desc.seed = i;
+        REQUIRE(rf_sampler_init(&samplers[i], &desc, &err) == RF_OK, "%s", err.text);
+        draws[i] = (rf_draw){.scale = 1.4426950408889634 / (double)desc.temperature, .random = next_random(samplers[i].rng),
+                             .row = 7 * i % ROWS, .top_k = desc.top_k, .min_gap = desc.min_p > 0 ? logf(desc.min_p) : -INFINITY};
+        if (desc.top_p > 0) draws[i].top_p = (uint32_t)fmax((double)desc.top_p * 0x1p32, 1);
+    }
+    rf_result r = api->queue_create(dev, &q, &err);
+    if (r == RF_OK) r = api->mem_create(dev, draws_at + sizeof draws, &mem, &err);
+    if (r == RF_OK) r = api->mem_write(q, &mem, 0, logits, ROWS * row_bytes, &t, &err);
+    if (r == RF_OK) r = api->mem_write(q, &mem, argmax_at, argmax, sizeof argmax, &t, &err);
+    if (r == RF_OK) r = api->mem_write(q, &mem, draws_at, draws, sizeof draws, &t, &err);
+    const rf_draw_batch batch = {.argmax = argmax_at, .draws = draws_at, .n_rows = ROWS, .n_vocab = n, .n_draws = DRAWS};
+    if (r == RF_OK) r = api->draw(q, &mem, &batch, &t, &err);
+    if (r == RF_OK) r = api->mem_read(q, &mem, draws_at, draws, sizeof draws, &t, &err);
+    if (r == RF_OK) r = api->ticket_wait(&t, 60000, &err);
+    CHECK(r == RF_OK, "%s", err.text);
+    for (uint32_t i = 0; r == RF_OK && i < DRAWS; i++) {
+        int32_t want = -1;
+        const rf_sampler_desc *s = &samplers[i].desc;
+        memcpy(copy, logits + (size_t)draws[i].row * n, row_bytes);
+        const rf_result sampled = rf_sampler_sample(&samplers[i], copy, n, &want, NULL);
+        CHECK((sampled == RF_OK) == (draws[i].token >= 0) && draws[i].token == want,
+              "%u logits of kind %u, top-k %u, top-p %g, min-p %g, temperature %g: want %d, got %d", n, kind, s->top_k, (double)s->top_p,
+              (double)s->min_p, (double)s->temperature, want, draws[i].token);
+    }
+    if (mem.base) api->mem_release(dev, &mem);
+    if (q) api->queue_release(q);
+    free(logits), free(copy);
+}
+
+static void test_draws(void) {
+    static const uint32_t sizes[] = {1, 2, 33, 1000, 32767, 128256};
+    static const rf_sampler_desc descs[] = {
+        {.temperature = 1}, {.temperature = 0.8f, .top_k = 40}, {.temperature = 0.8f, .top_p = 0.95f, .min_p = 0.05f},
+        {.temperature = 0.7f, .top_p = 0.95f}, {.temperature = 2, .top_k = 100, .top_p = 0.5f}, {.temperature = 1.3f, .min_p = 0.1f},
+        {.temperature = 1e-20f}, {.temperature = 50, .top_k = 1}, {.temperature = 5, .top_k = 7, .top_p = 0.9f, .min_p = 0.3f},
+        {.temperature = 1, .top_p = 1e-12f}, {.temperature = 1, .top_k = 900, .min_p = 1}, {.temperature = 3, .top_p = 0.99999f},
+        {.temperature = 1, .top_k = 32000, .top_p = 0.3f}};
+    for (uint32_t index = 0; device_name(index); index++) {
+        rf_device *d = NULL;
+        rf_error err = {0};
+        REQUIRE(rf_device_open(device_name(index), NULL, &d, &err) == RF_OK, "%s", err.text);
+        for (size_t i = 0; i < RFT_COUNT(sizes); i++)
+            for (uint32_t kind = 0; kind < 6; kind++) draw_case(d, sizes[i], kind, descs, RFT_COUNT(descs));
+        rf_device_close(d, NULL);
+    }
+}
+
+/* A session whose device draws goes on as one whose logits were handed out. */
+static void test_draws_of_session(void) {
+    rig r = {0};
+    rf_session_desc sd = {.n_ctx = 64, .n_batch = 8, .n_logits_max = 8};
+    REQUIRE(open_rig(&r, NULL, device_name(0), &sd) == RF_OK, "%s", r.err.text);
+    rf_token_row rows[5];
+    for (int32_t i = 0; i < 5; i++) rows[i] = (rf_token_row){.token = 20 + i, .pos = RF_POS_NEXT, .want_logits = 1};
+    REQUIRE(rf_session_eval(r.s, rows, 5, &r.err) == RF_OK, "%s", r.err.text);
+    rf_sampler a, b, penalty;
+    rf_sampler_init(&a, &(rf_sampler_desc){.temperature = 1.5f, .top_p = 0.95f, .seed = 3}, NULL);
+    rf_sampler_init(&penalty, &(rf_sampler_desc){.temperature = 1, .presence_penalty = 1}, NULL);
+    b = a;
+    int32_t got[5], want = -1;
+    for (uint32_t i = 0; i < 5; i++) CHECK(rf_session_sample(r.s, i, &a, &got[i], &r.err) == RF_OK, "%s", r.err.text);
+    CHECK(rf_session_sample(r.s, 3, &penalty, &want, &r.err) == RF_OK, "%s", r.err.text); /* copies row 3 */
+    float *logits;
+    for (uint32_t i = 0; i < 5; i++)
+        CHECK(rf_session_get_logits(r.s, i, &logits, &r.err) == RF_OK && rf_sampler_sample(&b, logits, r.n_vocab, &want, &r.err) == RF_OK &&
+                  want == got[i], "row %u: want %d, got %d: %s", i, want, got[i], r.err.text);
+    CHECK(a.rng[0] == b.rng[0] && a.rng[1] == b.rng[1] && a.n_accepted == 5 && memcmp(a.history, got, sizeof got) == 0);
+    rf_session_get_logits(r.s, 1, &logits, NULL); /* what the caller wrote counts */
+    for (uint32_t i = 0; i < r.n_vocab; i++) logits[i] = i == 77 ? 0 : -INFINITY;
+    CHECK(rf_session_sample(r.s, 1, &a, &want, &r.err) == RF_OK && want == 77, "token %d", want);
+    rig_close(&r);
+}
+
 static void test_forecast(void) {
     static const char *const files[] = {"examples/shakespeare-5m.gguf", "tests/family/mixtral.gguf", "tests/family/deepseek2-lite.gguf",
                                         "tests/family/qwen35moe.gguf", "tests/family/gemma3-linear.gguf", "tests/family/lfm2moe.gguf"};
@@ -613,6 +738,8 @@ int main(int argc, char **argv) {
     RUN(test_cleared_between);
     RUN(test_experts);
 #ifdef RF_TEST_EMU
+    RUN(test_draws);
+    RUN(test_draws_of_session);
     RUN(test_forecast);
     RUN(test_failing_ring);
     RUN(test_failing_calls);

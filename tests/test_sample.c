@@ -73,7 +73,7 @@ static void check_against_reference(float *logits, uint32_t n, const rf_sampler_
     rfi_choice choice;
     rfi_choice_begin(&choice, logits, n);
     if (d->top_k && d->top_k < n) rfi_choice_tighten(&choice, d->top_k, 0);
-    if (d->top_p > 0 && d->top_p < 1) rfi_choice_top_p(&choice, (double)d->top_p, d->min_p);
+    if (d->top_p > 0 && d->top_p < 1) rfi_choice_top_p(&choice, d->top_p, d->min_p);
     uint32_t ties = choice.ties, wrong = 0;
     for (uint32_t i = 0; i < n; i++) {
         int in = rfi_choice_has(&choice, i, rfi_logit_key(logits[i]), &ties);
@@ -198,15 +198,34 @@ static void test_generator(void) {
     CHECK(state[0] == 0xe220a8397b1dcdafu && state[1] == 0x6e789e6aa1b965f4u);
 }
 
-static void test_exp(void) {
+/* Weights against the C library's exp: to 4e-9 and, as they are rounded down, a unit. As many bits as n logits allow. */
+static void test_weights(void) {
+    static const double temperatures[] = {0.1, 0.7, 1, 3};
+    float logits[2] = {2.5f, 0};
+    rfi_choice c;
+    rfi_choice_begin(&c, logits, 2);
     double worst = 0;
-    for (double x = 0; x > -699; x -= 0.00731) {
-        double error = fabs(rfi_sample_exp(x) / exp(x) - 1);
-        if (error > worst) worst = error;
+    for (size_t t = 0; t < RFI_COUNT(temperatures); t++)
+        for (float logit = 2.5f; logit > -120; logit -= 0.000731f) {
+            const double want = ldexp(exp(((double)logit - 2.5) / temperatures[t]), 44);
+            const double got = (double)rfi_choice_weight(&c, logit, RFI_LOG2E / temperatures[t]);
+            const double error = got > want ? got / want - 1 : got + 1 < want ? 1 - (got + 1) / want : 0;
+            if (error > worst) worst = error;
+        }
+    CHECK(c.unit == 44 && worst < 4e-9, "relative error %g, unit %u", worst, c.unit);
+    CHECK(rfi_choice_weight(&c, 2.5f, RFI_LOG2E) == 1ull << 44 && rfi_choice_weight(&c, -INFINITY, RFI_LOG2E) == 0);
+    CHECK(rfi_choice_weight(&c, NAN, RFI_LOG2E) == 0 && rfi_choice_weight(&c, -30, RFI_LOG2E) == 0);
+    c.max = INFINITY, c.unit = 40;
+    CHECK(rfi_choice_weight(&c, INFINITY, 1) == 1ull << 40 && rfi_choice_weight(&c, 3, 1) == 0);
+    float *many = calloc((1u << 19) + 1, sizeof *many);
+    for (uint32_t n = (1u << 19) - 1; n <= (1u << 19) + 1; n++) {
+        uint64_t sums[RFI_CHOICE_BLOCKS];
+        uint32_t ties_at[RFI_CHOICE_BLOCKS];
+        rfi_choice_begin(&c, many, n);
+        const uint64_t sum = rfi_choice_sum(&c, RFI_LOG2E, sums, ties_at);
+        CHECK(c.unit == (n < 1u << 19 ? 44 : 43) && sum == (uint64_t)n << c.unit, "%u equal ones: unit %u", n, c.unit);
     }
-    CHECK(worst < 1e-8, "relative error %g", worst);
-    CHECK(rfi_sample_exp(0) == 1 && rfi_sample_exp(-701) == 0);
-    CHECK(rfi_sample_exp(-INFINITY) == 0 && rfi_sample_exp(NAN) == 0);
+    free(many);
 }
 
 /* Drawn by a separate program (Python, double, sorting) from logits ((7919 i) mod 1009) / 128, i < 512. */
@@ -664,7 +683,7 @@ int main(int argc, char **argv) {
     RUN(test_ties);
     RUN(test_distribution);
     RUN(test_generator);
-    RUN(test_exp);
+    RUN(test_weights);
     RUN(test_golden);
     RUN(test_seed);
     RUN(test_greedy);
