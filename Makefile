@@ -85,6 +85,9 @@ fuzz-server: $(B)/fuzz_server    ## fuzz the JSON bodies of the HTTP server (cla
 	./$(B)/fuzz_server -timeout=5 -rss_limit_mb=2048 -max_len=8192 -max_total_time=$(FUZZ_SECONDS) -artifact_prefix=$(B)/fuzz.d/server- \
 	  $(B)/fuzz.d/server
 
+leak-server: $(B)/rocmforge_server    ## 10,000 requests of all kinds to the HTTP server, which and whose library are under sanitizers
+	LEAK_REQUESTS=10000 sh tests/test_server.sh $(B) case_leaks
+
 # gcc: clang takes minutes for the kernels
 fuzz-models:    ## fuzz whole models, on the CPU and emulated GPUs (sanitizers); FUZZ_SEED=1
 	@mkdir -p $(B)/fuzz.d
@@ -184,4 +187,4 @@ $(B)/hip_model $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_group $(B)/hip_threa
 	$(CC) $(CFLAGS) -DRF_TEST_EMU -DROCMFORGE_IMPLEMENTATION_DONE -I. -c $(firstword $(filter %.c,$^)) -o $@.o
 	$(CXX) $(CFLAGS) $@.o $(filter %.o %.a,$^) -o $@ $(LIBS)
 
-.PHONY: all run server run-server fuzz fuzz-server fuzz-inputs fuzz-models programs test test-emu test-emu-full test-gpu hip-check check-c gpu gpu-nvidia deps clean help
+.PHONY: all run server run-server fuzz fuzz-server leak-server fuzz-inputs fuzz-models programs test test-emu test-emu-full test-gpu hip-check check-c gpu gpu-nvidia deps clean help

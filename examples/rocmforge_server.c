@@ -206,6 +206,15 @@ static void make_id(char out[48], const char *prefix) {
 
 /* ==== tasks ==== */
 
+/* Where the JSON of a call that must come is, {"name": ..., "arguments": ...}; between calls of a list: OUTSIDE. */
+typedef enum { CALL_OUTSIDE, CALL_HEAD, CALL_COLON, CALL_ARGUMENTS, CALL_TAIL } call_part;
+typedef struct forced_call {
+    call_part part;
+    int in_string, escaped, n_strings, depth; /* strings of the head that have ended; brackets of the arguments */
+    bytes name, text;                         /* of the function, as JSON at first; arguments                   */
+    size_t n_sent;                            /* of the arguments                                               */
+} forced_call;
+
 /* One answer to a prompt: a request of the scheduler. */
 typedef struct choice {
     struct task *task;
@@ -220,6 +229,8 @@ typedef struct choice {
     bytes held;                   /* text that may become a stop text                   */
     bytes content, thought, calls; /* what was said so far                              */
     uint32_t n_calls;
+    char call_id[48];             /* ours, of the last call                             */
+    forced_call forced;
     bytes items;                  /* responses, messages: blocks that are complete      */
     bytes block;                  /* text of the open one                               */
     int block_kind;               /* rf_piece_kind, -1: none is open                    */
@@ -293,6 +304,7 @@ static void choice_free(choice *c) {
     rf_answer_close(c->answer, NULL);
     rf_grammar_matcher_close(c->matcher, NULL);
     free(c->held.data), free(c->content.data), free(c->thought.data), free(c->calls.data);
+    free(c->forced.name.data), free(c->forced.text.data);
     free(c->items.data), free(c->block.data), free(c->logprobs);
 }
 
@@ -1380,14 +1392,37 @@ static void put_call_id(bytes *b, const rf_piece *p, const char *id) {
     else put_string(b, id);
 }
 
-static void put_call(bytes *b, const rf_piece *p, const char *id) {
+static void put_call(bytes *b, const rf_piece *p, const char *id, int whole) {
     put_text(b, "\"id\":");
     put_call_id(b, p, id);
     put_text(b, ",\"type\":\"function\",\"function\":{\"name\":");
     put_string_n(b, p->name.data, p->name.len);
     put_text(b, ",\"arguments\":");
-    put_string_n(b, p->text.data, p->text.len);
+    put_string_n(b, p->text.data, whole ? p->text.len : 0);
     put_text(b, "}}");
+}
+
+/* A call is given out in three steps: it begins, with its name; goes on, with more of its arguments, any number of
+ * times; and ends, with all of them. */
+typedef enum { CALL_BEGINS, CALL_GOES_ON, CALL_ENDS } call_step;
+
+static void chat_call(choice *c, const rf_piece *p, call_step step) {
+    if (step == CALL_BEGINS) make_id(c->call_id, "call_");
+    if (!c->task->want_stream && step == CALL_ENDS) {
+        put_text(&c->calls, c->calls.n ? ",{" : "{");
+        put_call(&c->calls, p, c->call_id, 1);
+    }
+    if (!c->task->want_stream || step == CALL_ENDS) return;
+    chunk_begin(c);
+    put_format(&line, "\"delta\":{\"tool_calls\":[{\"index\":%u,", c->n_calls - 1);
+    if (step == CALL_BEGINS) put_call(&line, p, c->call_id, 0);
+    else {
+        put_text(&line, "\"function\":{\"arguments\":");
+        put_string_n(&line, p->text.data, p->text.len);
+        put_text(&line, "}}");
+    }
+    put_text(&line, "]}");
+    chunk_end(c, NULL);
 }
 
 static void chat_begin(choice *c) {
@@ -1398,25 +1433,16 @@ static void chat_begin(choice *c) {
 }
 
 static void chat_piece(choice *c, const rf_piece *p) {
-    char id[48];
-    bytes *kept = p->kind == RF_PIECE_THOUGHT ? &c->thought : p->kind == RF_PIECE_ANSWER ? &c->content : &c->calls;
-    make_id(id, "call_");
-    if (c->task->want_stream) {
-        chunk_begin(c);
-        if (p->kind == RF_PIECE_CALL) {
-            put_format(&line, "\"delta\":{\"tool_calls\":[{\"index\":%u,", c->n_calls - 1);
-            put_call(&line, p, id);
-            put_text(&line, "]}");
-        } else {
-            put_format(&line, "\"delta\":{\"%s\":", p->kind == RF_PIECE_ANSWER ? "content" : "reasoning_content");
-            put_string_n(&line, p->text.data, p->text.len);
-            put_text(&line, "}");
-        }
-        chunk_end(c, NULL);
-    } else if (p->kind == RF_PIECE_CALL) {
-        put_text(kept, kept->n ? ",{" : "{");
-        put_call(kept, p, id);
-    } else put(kept, p->text.data, p->text.len);
+    const int thought = p->kind == RF_PIECE_THOUGHT;
+    if (!c->task->want_stream) {
+        put(thought ? &c->thought : &c->content, p->text.data, p->text.len);
+        return;
+    }
+    chunk_begin(c);
+    put_format(&line, "\"delta\":{\"%s\":", thought ? "reasoning_content" : "content");
+    put_string_n(&line, p->text.data, p->text.len);
+    put_text(&line, "}");
+    chunk_end(c, NULL);
 }
 
 static void chat_end(choice *c) {
@@ -1586,7 +1612,7 @@ static void responses_open(choice *c, int kind) {
 
 static void put_function_call(bytes *b, const choice *c, const rf_piece *p, const char *call_id, int whole) {
     put_format(b, "{\"id\":\"%s\",\"type\":\"function_call\",\"status\":\"%s\",\"call_id\":", c->block_id,
-               whole ? "completed" : "in_progress");
+               !whole ? "in_progress" : c->forced.part == CALL_ARGUMENTS ? "incomplete" : "completed");
     if (p->id.len) put_string_n(b, p->id.data, p->id.len);
     else put_string(b, call_id);
     put_text(b, ",\"name\":");
@@ -1596,26 +1622,28 @@ static void put_function_call(bytes *b, const choice *c, const rf_piece *p, cons
     put_text(b, "}");
 }
 
-static void responses_call(choice *c, const rf_piece *p) {
+static void responses_call(choice *c, const rf_piece *p, call_step step) {
     task *t = c->task;
     bytes item = {0};
-    char call_id[48];
-    responses_close(c);
-    make_id(c->block_id, "fc_");
-    make_id(call_id, "call_");
-    put_function_call(&item, c, p, call_id, 0);
-    send_item(c, "response.output_item.added", &item);
-    for (int done = 0; done < 2 && t->want_stream; done++) {
+    if (step == CALL_BEGINS) {
+        responses_close(c);
+        make_id(c->block_id, "fc_");
+        make_id(c->call_id, "call_");
+        put_function_call(&item, c, p, c->call_id, 0);
+        send_item(c, "response.output_item.added", &item);
+    } else if (t->want_stream) {
+        const int done = step == CALL_ENDS;
         event_begin(t, done ? "response.function_call_arguments.done" : "response.function_call_arguments.delta");
         put_format(&line, "\"item_id\":\"%s\",\"output_index\":%u,\"%s\":", c->block_id, c->n_blocks,
                    done ? "arguments" : "delta");
         put_string_n(&line, p->text.data, p->text.len);
         event_end(t);
     }
-    item.n = 0;
-    put_function_call(&item, c, p, call_id, 1);
-    send_item(c, "response.output_item.done", &item);
-    keep_item(c, &item);
+    if (step == CALL_ENDS) {
+        put_function_call(&item, c, p, c->call_id, 1);
+        send_item(c, "response.output_item.done", &item);
+        keep_item(c, &item);
+    }
     free(item.data);
 }
 
@@ -1663,10 +1691,6 @@ static void responses_begin(choice *c) {
 
 static void responses_piece(choice *c, const rf_piece *p) {
     task *t = c->task;
-    if (p->kind == RF_PIECE_CALL) {
-        responses_call(c, p);
-        return;
-    }
     if (c->block_kind != (int)p->kind) responses_open(c, (int)p->kind);
     put(&c->block, p->text.data, p->text.len);
     if (!t->want_stream) return;
@@ -1764,33 +1788,31 @@ static void messages_delta(choice *c, const char *type, const char *key, rf_stri
     event_end(c->task);
 }
 
-static void messages_call(choice *c, const rf_piece *p) {
+static void messages_call(choice *c, const rf_piece *p, call_step step) {
     task *t = c->task;
     bytes item = {0};
-    char id[48];
-    messages_close(c);
-    make_id(id, "toolu_");
-    put_tool_use(&item, p, id, 1);
-    if (t->want_stream) {
-        event_begin(t, "content_block_start");
-        put_format(&line, "\"index\":%u,\"content_block\":", c->n_blocks);
-        put_tool_use(&line, p, id, 0);
-        event_end(t);
-        messages_delta(c, "input_json_delta", "partial_json", p->text);
-        event_begin(t, "content_block_stop");
+    if (step == CALL_BEGINS) {
+        messages_close(c);
+        make_id(c->call_id, "toolu_");
+    }
+    if (step == CALL_GOES_ON && t->want_stream) messages_delta(c, "input_json_delta", "partial_json", p->text);
+    if (step != CALL_GOES_ON && t->want_stream) {
+        event_begin(t, step == CALL_BEGINS ? "content_block_start" : "content_block_stop");
         put_format(&line, "\"index\":%u", c->n_blocks);
+        if (step == CALL_BEGINS) {
+            put_text(&line, ",\"content_block\":");
+            put_tool_use(&line, p, c->call_id, 0);
+        }
         event_end(t);
     }
+    if (step != CALL_ENDS) return;
+    put_tool_use(&item, p, c->call_id, 1);
     keep_item(c, &item);
     free(item.data);
 }
 
 static void messages_piece(choice *c, const rf_piece *p) {
     const int thought = p->kind == RF_PIECE_THOUGHT;
-    if (p->kind == RF_PIECE_CALL) {
-        messages_call(c, p);
-        return;
-    }
     if (c->block_kind != (int)p->kind) {
         messages_close(c);
         c->block_kind = (int)p->kind;
@@ -1826,13 +1848,88 @@ static void messages_done(task *t) {
 
 static const struct format {
     void (*begin)(choice *);
-    void (*piece)(choice *, const rf_piece *);
+    void (*piece)(choice *, const rf_piece *); /* thought, answer */
+    void (*call)(choice *, const rf_piece *, call_step);
     void (*end)(choice *);
     void (*done)(task *);
-} formats[] = {[API_CHAT] = {chat_begin, chat_piece, chat_end, openai_done},
-               [API_COMPLETIONS] = {completion_begin, completion_piece, completion_end, openai_done},
-               [API_RESPONSES] = {responses_begin, responses_piece, responses_close, responses_done},
-               [API_MESSAGES] = {messages_begin, messages_piece, messages_close, messages_done}};
+} formats[] = {[API_CHAT] = {chat_begin, chat_piece, chat_call, chat_end, openai_done},
+               [API_COMPLETIONS] = {completion_begin, completion_piece, NULL, completion_end, openai_done},
+               [API_RESPONSES] = {responses_begin, responses_piece, responses_call, responses_close, responses_done},
+               [API_MESSAGES] = {messages_begin, messages_piece, messages_call, messages_close, messages_done}};
+
+/* ==== calls that must come ==== */
+
+static void forced_step(choice *c, call_step step, rf_string text) {
+    const bytes *name = &c->forced.name;
+    const rf_piece piece = {RF_PIECE_CALL, text, {name->data, name->n}, {0}};
+    formats[c->task->api].call(c, &piece, step);
+}
+
+/* The next byte of the JSON, which the grammar has allowed. Returns 1 if it is of a call's arguments. */
+static int forced_byte(forced_call *f, char byte) {
+    const int in_string = f->in_string;
+    if (in_string) f->in_string = f->escaped || byte != '"';
+    else f->in_string = byte == '"';
+    f->escaped = in_string && !f->escaped && byte == '\\';
+    const int opens = !in_string && (byte == '{' || byte == '['), closes = !in_string && (byte == '}' || byte == ']');
+    switch (f->part) {
+    case CALL_OUTSIDE: /* between calls of a list */
+        if (byte == '{') f->part = CALL_HEAD, f->n_strings = 0, f->name.n = f->text.n = f->n_sent = 0;
+        return 0;
+    case CALL_HEAD: /* "name": "...", "arguments": */
+        if (f->n_strings == 1 && (in_string || f->in_string)) put(&f->name, &byte, 1);
+        f->n_strings += in_string && !f->in_string;
+        if (byte == ':' && !in_string && f->n_strings == 3) f->part = CALL_COLON;
+        return 0;
+    case CALL_COLON:
+        if (strchr(" \t\n\r", byte)) return 0;
+        f->part = CALL_ARGUMENTS, f->depth = opens;
+        return 1;
+    case CALL_ARGUMENTS:
+        if (f->depth == 0 && !in_string && strchr("}, \t\n\r", byte)) { /* behind what has no brackets */
+            f->part = byte == '}' ? CALL_OUTSIDE : CALL_TAIL;
+            return 0;
+        }
+        f->depth += opens - closes;
+        if (closes && f->depth == 0) f->part = CALL_TAIL;
+        return 1;
+    case CALL_TAIL: break;
+    }
+    if (byte == '}') f->part = CALL_OUTSIDE;
+    return 0;
+}
+
+static void forced_send(choice *c) {
+    forced_call *f = &c->forced;
+    const rf_string more = {f->text.data + f->n_sent, f->text.n - f->n_sent};
+    if (more.len) forced_step(c, CALL_GOES_ON, more);
+    f->n_sent = f->text.n;
+}
+
+/* More of the JSON of a call that must come, or of a list of them: its arguments are given out as they come. Returns
+ * nonzero to stop. */
+static int forced_more(choice *c, rf_string text) {
+    forced_call *f = &c->forced;
+    for (size_t i = 0; i < text.len; i++) {
+        const call_part before = f->part;
+        if (forced_byte(f, text.data[i])) put(&f->text, &text.data[i], 1);
+        if (f->part == before) continue;
+        if (f->part == CALL_ARGUMENTS) {
+            json_t *name = json_loadb(f->name.data, f->name.n, JSON_DECODE_ANY, NULL);
+            f->name.n = 0;
+            put(&f->name, json_is_string(name) ? json_string_value(name) : "", json_string_length(name));
+            json_decref(name);
+            c->n_calls++;
+            forced_step(c, CALL_BEGINS, (rf_string){0});
+        } else if (before == CALL_ARGUMENTS) {
+            forced_send(c);
+            forced_step(c, CALL_ENDS, (rf_string){f->text.data, f->text.n});
+            if (c->task->one_call) return 1;
+        }
+    }
+    if (f->part == CALL_ARGUMENTS) forced_send(c);
+    return 0;
+}
 
 /* ==== text of tokens ==== */
 
@@ -1840,13 +1937,14 @@ static int on_piece(const rf_piece *piece, void *user) {
     choice *c = user;
     if (c->muted) return 0;
     c->in_thought = piece->kind == RF_PIECE_THOUGHT;
-    if (c->task->forced_call && piece->kind == RF_PIECE_ANSWER) { /* a call's JSON: it is given out at the end */
-        put(&c->content, piece->text.data, piece->text.len);
+    if (c->task->forced_call && piece->kind == RF_PIECE_ANSWER) return forced_more(c, piece->text);
+    if (piece->kind != RF_PIECE_CALL) {
+        formats[c->task->api].piece(c, piece);
         return 0;
     }
-    if (piece->kind == RF_PIECE_CALL) c->n_calls++;
-    formats[c->task->api].piece(c, piece);
-    return piece->kind == RF_PIECE_CALL && c->task->one_call;
+    c->n_calls++;
+    for (int step = CALL_BEGINS; step <= CALL_ENDS; step++) formats[c->task->api].call(c, piece, (call_step)step);
+    return c->task->one_call;
 }
 
 /* Give out the first n bytes of the text held. Returns nonzero to stop. */
@@ -1934,25 +2032,6 @@ static int on_token(int32_t token, void *user) {
     return stop;
 }
 
-/* The JSON of a required call, or of a list of them, is there: give out the calls that are complete. */
-static void give_forced_calls(choice *c) {
-    const bytes text = c->content;
-    json_error_t at;
-    c->content = (bytes){0};
-    for (size_t i = 0; i < text.n;) {
-        json_t *call = text.data[i] == '{' ? json_loadb(text.data + i, text.n - i, JSON_DISABLE_EOF_CHECK, &at) : NULL;
-        const json_t *arguments = json_object_get(call, "arguments");
-        const char *name = json_string_value(json_object_get(call, "name"));
-        char *json = arguments ? json_dumps(arguments, JSON_COMPACT) : NULL;
-        const rf_piece piece = {RF_PIECE_CALL, rf_string_of(json), rf_string_of(name), {0}};
-        if (name && json && on_piece(&piece, c)) i = text.n;
-        i += call ? (size_t)at.position : text.data[i] == '{' ? text.n : 1; /* else what stands between */
-        free(json);
-        json_decref(call);
-    }
-    free(text.data);
-}
-
 /* The last of a task: the rest of its output, or its error. */
 static void task_done(task *t) {
     const int failed = t->status != 200;
@@ -1972,7 +2051,8 @@ static void end_choice(choice *c) {
     if (!c->stop_text) detokenize(c, -1, RF_DETOKENIZE_FINISH);
     give(c, c->held.n);
     if (c->answer) rf_answer_finish(c->answer, NULL);
-    if (t->forced_call) give_forced_calls(c);
+    if (t->want_stream && c->forced.part == CALL_ARGUMENTS) /* cut off: what began must end */
+        forced_step(c, CALL_ENDS, (rf_string){c->forced.text.data, c->forced.text.n});
     if (c->n_calls && strcmp(c->finish, "stop") == 0 && !c->stop_text) c->finish = "tool_calls";
     formats[t->api].end(c);
 }
@@ -2703,7 +2783,7 @@ static const char help[] =
     "  --batch N               tokens evaluated in a step (128; 512 on a GPU)\n"
     "  --cache-type T          of keys and values: f16, f32, q8_0 (f16)\n"
     "  --draft WHAT            guess tokens ahead, for the same text in fewer steps: ngram, mtp (the file's own\n"
-    "                          head) or a small model's FILE; --prefixes is 0 then, whatever it says\n"
+    "                          head) or a small model's FILE; it keeps no --prefixes\n"
     "  --draft-max N           guesses in a step, at most 15 (8)\n"
     "  --alias NAME            the model's name in the API (the file's)\n"
     "  --chat-template FILE    instead of the model's\n"
@@ -2802,7 +2882,7 @@ static void read_options(int argc, char **argv) {
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
         longs[i + 1] = (struct option){names[i], required_argument, NULL, 0};
     g.o = (options){.host = "127.0.0.1", .port = 8080, .device = "auto", .n_parallel = 8, .n_queue = 64,
-                    .n_prefixes = 4, .max_body = 4 << 20, .n_connections = 1024, .timeout_seconds = 600,
+                    .n_prefixes = UINT32_MAX, .max_body = 4 << 20, .n_connections = 1024, .timeout_seconds = 600,
                     .drain_seconds = 30, .n_drafts = 8};
     for (int c, i = 0; (c = getopt_long(argc, argv, "hc:", longs, &i)) != -1;) {
         if (c == 'h') fputs(help, stdout), exit(0);
@@ -2810,6 +2890,10 @@ static void read_options(int argc, char **argv) {
         set_option(c == 'c' ? "ctx" : longs[i].name, optarg);
     }
     if (optind + 1 != argc) stop_usage("want one model");
+    if (g.o.draft && g.o.n_prefixes && g.o.n_prefixes != UINT32_MAX)
+        stop_usage("--prefixes %u with --draft: no sequences are kept beside answers that draft; want 0, or no "
+                   "--prefixes", g.o.n_prefixes);
+    if (g.o.n_prefixes == UINT32_MAX) g.o.n_prefixes = g.o.draft ? 0 : 4;
     if (!certificate_text != !key_text) stop_usage("--tls-cert and --tls-key go together");
     g.o.model = argv[optind];
     const char *slash = strrchr(g.o.model, '/');
@@ -2902,7 +2986,7 @@ static rf_result open_model(rf_error *err) {
     const uint32_t batch = o->n_batch ? o->n_batch : rf_device_get_info(g.device).is_gpu ? 512 : 128;
     /* drafts share the rows beyond one for each answer; a scheduler uses at most 16 rows for both */
     const uint32_t wanted = o->draft ? o->n_parallel + o->n_drafts : 0, n_shared = wanted < 16 ? wanted : 16;
-    const rf_session_desc session = {.n_ctx = g.n_ctx, .n_seq_max = o->n_parallel + (o->draft ? 0 : o->n_prefixes),
+    const rf_session_desc session = {.n_ctx = g.n_ctx, .n_seq_max = o->n_parallel + o->n_prefixes,
                                      .n_batch = batch > o->n_parallel ? batch : o->n_parallel,
                                      .n_logits_max = o->n_parallel > n_shared ? o->n_parallel : n_shared,
                                      .n_snapshots = o->draft && o->n_drafts > 4 ? o->n_drafts : 0,

@@ -54,11 +54,13 @@ case_curl() {
 case_command_line() {
     need_server
     "$server" --help | grep -q -- '--api-key'
-    for wrong in '' '--port x model' '--no-such-option model' 'a b' "--host nowhere $model" "--tls-cert $model $model"; do
+    for wrong in '' '--port x model' '--no-such-option model' 'a b' "--host nowhere $model" "--tls-cert $model $model" \
+        "--draft ngram --prefixes 2 $model"; do
         rc=0
         "$server" $wrong >"$dir/wrong" 2>&1 || rc=$?
         [ $rc -eq 2 ] || { echo "$wrong: exit status $rc"; cat "$dir/wrong"; return 1; }
     done
+    grep -q -- '--prefixes 2 with --draft' "$dir/wrong"
     rc=0
     "$server" README.md >"$dir/wrong" 2>&1 || rc=$?
     [ $rc -eq 1 ] && grep -q 'README.md' "$dir/wrong"
@@ -131,19 +133,20 @@ case_page() {
     mkdir -p "$dir/page"
     python3 tests/server/test_page.py "$server" $model "$parrot" "$dir/page"
 }
-# 10,000 requests, and bodies of all kinds, with the server under sanitizers and the library as it is built: leaks of either are found when
-# the server ends (the library's own sanitizer builds are test_sanitizers.sh's)
+# 1,000 requests of all kinds, and bodies, with the server under sanitizers and the library as it is built: leaks of either are found when
+# the server ends (the library's own sanitizer builds are test_sanitizers.sh's). `make leak-server`: LEAK_REQUESTS=10000, and the library
+# under sanitizers, too
 case_leaks() {
     need_server
+    need python3 python3
     sanitize="-g1 -O1 -fno-omit-frame-pointer -fno-sanitize-recover=all -fsanitize=address,undefined"
-    cc $sanitize -DROCMFORGE_IMPLEMENTATION_DONE -I. examples/rocmforge_server.c "$build/rocmforge.a" -o "$dir/server_asan" $libraries
+    [ -z "$LEAK_REQUESTS" ] && library="-DROCMFORGE_IMPLEMENTATION_DONE $build/rocmforge.a" || library=-DROCMFORGE_NO_SIMD
+    cc $sanitize -I. examples/rocmforge_server.c $library -o "$dir/server_asan" $libraries
     cc $sanitize -DROCMFORGE_IMPLEMENTATION_DONE -I. tests/server/fuzz_bodies.c "$build/rocmforge.a" -o "$dir/fuzz_asan" $libraries
-    cc -O1 -o "$dir/load_asan" tests/server/load.c -lm -pthread
     "$dir/fuzz_asan" 20000
     server=$dir/server_asan
-    start $model --parallel 4 -c 64
-    "$dir/load_asan" "$url" 8 10000 0 1 | tee "$dir/leaks.out"
-    grep -q '10000 requests, 0 failed' "$dir/leaks.out"
+    start $model --parallel 4 -c 256
+    python3 tests/server/mixed.py "$url" "${LEAK_REQUESTS:-1000}" 8
     kill -TERM $pid
     wait $pid
 }

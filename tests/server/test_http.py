@@ -123,6 +123,29 @@ def test_structure(s):
     parts = [c for d in deltas for c in d.get('tool_calls', [])]
     check(not any(d.get('content') for d in deltas) and [p['function']['name'] for p in parts if 'id' in p] == ['rain'] and
           json.loads(''.join(p['function'].get('arguments', '') for p in parts))['city'] in ('Ulm', 'Rome'), 'a required call, streamed: %s' % deltas)
+    check(len(parts) > 3 and parts[0]['function']['arguments'] == '' and not any('id' in p or 'name' in p['function'] for p in parts[1:]), 'its arguments in pieces: %s' % parts)
+    args = {'type': 'object', 'properties': {'q"}': {'enum': ['a\\"]}, {\u00e4', '{"']}, 'n': {'type': 'array', 'items': {'enum': [{'a': []}, 7]}, 'minItems': 2, 'maxItems': 2}}, 'required': ['q"}', 'n'], 'additionalProperties': False}
+    odd = [{'type': 'function', 'function': {'name': 'odd', 'parameters': args}}, {'type': 'function', 'function': {'name': 'empty', 'parameters': {'type': 'object', 'properties': {}, 'additionalProperties': False}}}]
+    for name in ('odd', 'empty'): # brackets and quotes within strings, nothing within brackets
+        ask = dict(tools=odd, tool_choice={'type': 'function', 'function': {'name': name}}, max_tokens=400, logit_bias=NO_BREAKS)
+        whole = s.post('/v1/chat/completions', say('Odd?', **ask))[1]['choices'][0]['message']['tool_calls'][0]['function']
+        parts = [p for e in s.events('/v1/chat/completions', say('Odd?', stream=True, **ask)) for c in e['choices'] for p in c['delta'].get('tool_calls', [])]
+        check(whole == {'name': name, 'arguments': ''.join(p['function']['arguments'] for p in parts)} and (len(json.loads(whole['arguments'])['n']) == 2 if name == 'odd' else json.loads(whole['arguments']) == {}), '%s: %s' % (name, whole))
+    plain = [{'type': 'function', **tools[0]['function']}]
+    for most in (200, 100): # the second is cut off within the arguments
+        e = s.events('/v1/responses', {'input': 'Rain?', 'temperature': 0, 'tools': plain, 'tool_choice': 'required', 'max_output_tokens': most, 'stream': True, 'logit_bias': NO_BREAKS})
+        pieces = [x['delta'] for x in e if x['type'].endswith('arguments.delta')]
+        done = [x['arguments'] for x in e if x['type'].endswith('arguments.done')]
+        items = [x['item'] for x in e if x['type'] == 'response.output_item.done']
+        check(len(pieces) > 2, 'responses: arguments in pieces: %s' % pieces)
+        check(done == [''.join(pieces)] and [i['arguments'] for i in items] == done and e[-1]['response']['output'] == items and
+              all(i['status'] == ('completed' if most == 200 else 'incomplete') for i in items), 'responses: a required call, streamed: %s' % e[-1])
+        own = [{'name': 'rain', 'input_schema': tools[0]['function']['parameters']}]
+        e = s.events('/v1/messages', {'messages': [{'role': 'user', 'content': 'Rain?'}], 'temperature': 0, 'tools': own, 'tool_choice': {'type': 'any'}, 'max_tokens': most, 'stream': True, 'logit_bias': NO_BREAKS})
+        pieces = [x['delta']['partial_json'] for x in e if x['type'] == 'content_block_delta']
+        kinds = [x['type'] for x in e]
+        check(kinds.count('content_block_start') == kinds.count('content_block_stop') == 1, 'messages: blocks end: %s' % kinds)
+        check(len(pieces) > 2 and (most == 100 or json.loads(''.join(pieces))['city'] in ('Ulm', 'Rome')), 'messages: a required call, streamed: %s' % pieces)
     comma = s.post('/tokenize', {'content': ','})[1]['tokens'][-1] # another call follows where it may, until the tokens end
     r = s.post('/v1/chat/completions', say('Rain?', tools=tools, tool_choice='required', max_tokens=300, logit_bias=dict(NO_BREAKS, **{str(comma): 90})))[1]['choices'][0]
     calls = r['message'].get('tool_calls') or []
