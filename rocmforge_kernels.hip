@@ -2675,7 +2675,8 @@ RFK_DEVICE void rfk_put4(const rfk_product &p, uint32_t i, uint32_t col, float *
     rfk_set4(out, i, p.n_out, v);
 }
 
-/* Dot product of a unit with a column, given by its quants and groups. at: rfk_unit_at. */
+/* Dot product of a unit with a column, given by its quants and groups. at: rfk_unit_at.
+ * Fused here, not by the compiler, which may do so in one column and not in the next: a row's bits would depend on it. */
 template <int TYPE>
 RFK_DEVICE float rfk_unit_dot(const rfk_unit &w, const int *q, const rfk_group *group, uint32_t at) {
     typedef rfk_format<TYPE> F;
@@ -2690,9 +2691,9 @@ RFK_DEVICE float rfk_unit_dot(const rfk_unit &w, const int *q, const rfk_group *
         dot = rfk_dot4(w.q[4 * h + 1], v.y, dot);
         dot = rfk_dot4(w.q[4 * h + 2], v.z, dot);
         dot = rfk_dot4(w.q[4 * h + 3], v.w, dot);
-        float part = w.d[h] * (float)dot;
-        if (F::HAS_MIN) part -= w.m[h] * (float)sum;
-        total += g.d * part;
+        float part = rfk_mul(w.d[h], (float)dot);
+        if (F::HAS_MIN) part = rfk_fma(-w.m[h], (float)sum, part);
+        total = rfk_fma(g.d, part, total);
     }
     return total;
 }
@@ -2755,12 +2756,13 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_matvec_float(rfk_
             for (int c = 0; c < COLS; c++) {
                 rfk_load8<RF_TYPE_F32>(reinterpret_cast<const uint8_t *>(x[c]), i, v);
                 RFK_UNROLL(8)
-                for (int k = 0; k < 8; k++) sum[c] += w[k] * v[k];
+                for (int k = 0; k < 8; k++) sum[c] = rfk_fma(w[k], v[k], sum[c]);
             }
         }
     } else {
         for (uint32_t i = lane; i < a.n_in; i += WAVE)
-            for (int c = 0; c < COLS; c++) sum[c] += rfk_load1<TYPE>(p.w.plane[0], first + i) * x[c][i];
+            for (int c = 0; c < COLS; c++)
+                sum[c] = rfk_fma(rfk_load1<TYPE>(p.w.plane[0], first + i), x[c][i], sum[c]);
     }
     RFK_UNROLL(COLS)
     for (int c = 0; c < COLS; c++) {
