@@ -2675,8 +2675,8 @@ RFK_DEVICE void rfk_put4(const rfk_product &p, uint32_t i, uint32_t col, float *
     rfk_set4(out, i, p.n_out, v);
 }
 
-/* Dot product of a unit with a column, given by its quants and groups. at: rfk_unit_at.
- * Fused here, not by the compiler, which may do so in one column and not in the next: a row's bits would depend on it. */
+/* Dot product of a unit with a column, given by its quants and groups. at: rfk_unit_at. Multiply-adds are fused here,
+ * not by the compiler, which may do so in one column and not in the next: a row's bits would depend on its place. */
 template <int TYPE>
 RFK_DEVICE float rfk_unit_dot(const rfk_unit &w, const int *q, const rfk_group *group, uint32_t at) {
     typedef rfk_format<TYPE> F;
@@ -4320,6 +4320,7 @@ union rfk_check_result {
 struct rfk_check_results {
     rfk_check_result part[RFK_CHECK_PARTS][256]; /* [row][column]; int8 results include RFK_DOT_START */
     uint32_t has_units, units_f16, units_bf16;   /* 1: as the macros say */
+    uint32_t direct;                             /* 1: rfk_few_direct is compiled in */
 };
 
 /* grid 1   block a wave   LDS 13.5 KiB */
@@ -4329,7 +4330,8 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_check_matrix(rf
     const int N = 256 / WAVE;
     const uint32_t lane = threadIdx.x;
     if (lane == 0)
-        out->has_units = RFK_HAS_UNITS, out->units_f16 = RFK_UNITS_F16, out->units_bf16 = RFK_UNITS_BF16;
+        out->has_units = RFK_HAS_UNITS, out->units_f16 = RFK_UNITS_F16, out->units_bf16 = RFK_UNITS_BF16,
+        out->direct = RFK_MATRIX == RFK_MATRIX_SM80;
     for (uint32_t j = lane; j < 2 * 16 * 32; j += WAVE) {
         uint32_t operand = j / 512, i = j / 32 % 16, k = j % 32;
         int v = rfk_check_value(operand, i, k);
@@ -4918,12 +4920,8 @@ struct rfk_few_args {
     const uint32_t *rows;           /* NULL: a column is its row */
     float *norm_out;                /* [column][norm_stride] the normed x; NULL: no other op reads it */
     uint32_t n_in, n_cols, norm_type, from_stride, norm_stride, glu;
+    uint32_t n_tiles;               /* of 16 rows of all products, or of a GLU's gates */
     float eps;
-};
-/* What eight columns have for a block of 256 weights. */
-struct rfk_direct_x {
-    int4 q[16][8];
-    float d[8][8], sum[16][8]; /* sum: e of the groups, or of a type with an offset the sums of the pieces */
 };
 template <int WAVE> struct rfk_few_shared {
     struct input {
@@ -4932,7 +4930,6 @@ template <int WAVE> struct rfk_few_shared {
     };
     union {
         input in;
-        rfk_direct_x x[RFK_FEW_WAVES][2];
         float sum[RFK_FEW_WAVES][RFK_FEW_ROWS * RFK_FEW_ROWS]; /* [wave][column][row] */
     } u;
     float factor[RFK_FEW_ROWS]; /* of each column: 1 / rms of a deferred norm */
@@ -5071,64 +5068,88 @@ RFK_DEVICE void rfk_few_store(const typename rfk_fragments<TYPE>::loaded &raw, u
 }
 
 /* The factors of the tile's columns, a wave for each of two. */
-template <int WAVE> RFK_DEVICE void rfk_few_factors(const rfk_few_args &a, rfk_few_shared<WAVE> &s) {
+template <int WAVE> RFK_DEVICE void rfk_few_factors(const rfk_few_args &a, float *factors) {
     for (uint32_t c = threadIdx.x / WAVE; c < RFK_FEW_ROWS; c += RFK_FEW_WAVES) {
         const uint32_t col = blockIdx.x * RFK_FEW_ROWS + c;
         const float *squares = a.x.squares + (size_t)col * (a.n_in / 32);
         const float factor = a.norm && col < a.n_cols ? rfk_norm_factor<WAVE>(squares, a.n_in, a.eps) : 1.0f;
-        if (threadIdx.x % WAVE == 0) s.factor[c] = factor;
+        if (threadIdx.x % WAVE == 0) factors[c] = factor;
+    }
+}
+
+/* By one block: store the normed columns of its tile, where another op reads them. */
+RFK_DEVICE void rfk_few_norm_out(const rfk_few_args &a, const float *factors) {
+    for (uint32_t k = 0; k < RFK_FEW_ROWS && blockIdx.x * RFK_FEW_ROWS + k < a.n_cols; k++) {
+        const uint32_t to = blockIdx.x * RFK_FEW_ROWS + k;
+        const float *from = a.from + (size_t)(a.rows ? a.rows[to] : to) * a.from_stride;
+        for (uint32_t i = threadIdx.x; i < a.n_in; i += blockDim.x)
+            a.norm_out[(size_t)to * a.norm_stride + i] = from[i] * factors[k] * rfk_load_any(a.norm, a.norm_type, i);
     }
 }
 
 /* ---- weights straight to mma.sync ----
- * A lane loads what mma.sync wants of it: of rows lane / 4 and lane / 4 + 8 the lane's quarter of each dot product. The
- * order of values in an exact sum is free, if x has the same. Results have the bits of rfk_few_fragment's. */
+ * A lane unpacks what mma.sync wants of it: of rows lane / 4 and lane / 4 + 8 the lane's quarter of each dot product.
+ * The order of values in an exact sum is free, if x has the same. Results have the bits of rfk_few_fragment's. */
 
-/* How a lane reads four adjacent fragments, a block of 256 weights of a row. K: values of a product; head: scales. */
-template <int TYPE> struct rfk_direct {
-    static const bool is = false;
+#if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
+#define RFK_DIRECT_TYPES(X) X(RF_TYPE_Q4_K) X(RF_TYPE_Q6_K)
+
+/* What eight columns have for a block of 256 weights. */
+struct rfk_direct_x {
+    int4 q[16][8];
+    float d[8][8], sum[16][8]; /* sum: e of the groups, or of a type with an offset the sums of the pieces */
+};
+struct rfk_direct_shared {
+    rfk_direct_x x[RFK_FEW_WAVES][2];
+    uint8_t w[RFK_FEW_WAVES][2][RFK_FEW_ROWS * 208]; /* rfk_direct::ROW */
+    float sum[2][RFK_FEW_WAVES][8 * RFK_FEW_ROWS]; /* of a tile and of the next: [wave][column][row] */
+    float factor[RFK_FEW_ROWS];                    /* as in rfk_few_shared */
 };
 #if RFK_MAY_BE(RFK_MATRIX_SM80)
+
+/* How a wave copies a block of 256 weights of 16 rows to shared memory, and a lane reads its part of four adjacent
+ * fragments. K: values of a product; ROW: bytes of a row there; head: scales; loaded: what is kept in registers. */
+template <int TYPE> struct rfk_direct;
 struct rfk_direct_at {
-    uint32_t o[2]; /* the block of either row */
+    uint32_t block, last; /* of the first of 16 rows; the last row that exists */
 };
+RFK_DEVICE uint32_t rfk_direct_block(const rfk_direct_at &at, uint32_t row, uint32_t n_blocks) {
+    return at.block + (row < at.last ? row : at.last) * n_blocks;
+}
 template <> struct rfk_direct<RF_TYPE_Q4_K> {
-    static const bool is = true;
-    static const int K = 32;
-    struct loaded {
-        uint32_t q[4][2][2]; /* [fragment][row] 8 of 32 bytes */
-        int4 head[2];
-    };
+    static const int K = 32, ROW = 160; /* bytes: rows of a half wave lie in different banks */
+    struct loaded {};
     struct scales {
         uint32_t scale[2][2], min[2][2]; /* [row] eight of 6 bits, a byte each */
         float d[2], m[2];
     };
-    RFK_DEVICE void fetch_head(const rfk_weight &w, const rfk_direct_at &at, loaded &o) {
-        RFK_UNROLL(2)
-        for (int r = 0; r < 2; r++) o.head[r] = rfk_load16(w.plane[0] + at.o[r] * 144);
-    }
-    RFK_DEVICE void fetch(const rfk_weight &w, const rfk_direct_at &at, uint32_t j, uint32_t quarter, loaded &o) {
-        RFK_UNROLL(2)
-        for (int r = 0; r < 2; r++)
-            rfk_load8bytes(w.plane[0] + at.o[r] * 144 + 16 + 32 * j + 8 * quarter, o.q[j][r]);
-    }
-    RFK_DEVICE void read_head(const loaded &w, scales &o) {
-        RFK_UNROLL(2)
-        for (int r = 0; r < 2; r++) {
-            const uint32_t y = (uint32_t)w.head[r].y, z = (uint32_t)w.head[r].z, e = (uint32_t)w.head[r].w;
-            o.scale[r][0] = y & 0x3f3f3f3fu, o.scale[r][1] = (e & 0x0f0f0f0fu) | ((y >> 2) & 0x30303030u);
-            o.min[r][0] = z & 0x3f3f3f3fu, o.min[r][1] = ((e >> 4) & 0x0f0f0f0fu) | ((z >> 2) & 0x30303030u);
-            o.d[r] = rfk_low_half((uint32_t)w.head[r].x), o.m[r] = rfk_high_half((uint32_t)w.head[r].x);
+    RFK_DEVICE void copy(const rfk_weight &w, const rfk_direct_at &at, uint32_t n_blocks, uint8_t *to, loaded &) {
+        const uint32_t lane = threadIdx.x % 32;
+        RFK_UNROLL(5)
+        for (uint32_t k = 0; k < 5; k++) {
+            const uint32_t row = (lane + 32 * k) / 9, part = (lane + 32 * k) % 9 * 16;
+            if (k == 4 && lane >= 16) break; /* 16 rows of nine 16 bytes */
+            const uint8_t *from = w.plane[0] + rfk_direct_block(at, row, n_blocks) * 144 + part;
+            rfk_copy16(reinterpret_cast<int4 *>(to + row * ROW + part), reinterpret_cast<const int4 *>(from));
         }
     }
-    RFK_DEVICE void unpack(const loaded &w, const scales &h, uint32_t j, int (&a)[4][4], float (&s)[2][RFK_SCALES]) {
+    RFK_DEVICE void read_head(const uint8_t *rows, const loaded &, scales &o) {
         RFK_UNROLL(2)
         for (int r = 0; r < 2; r++) {
-            RFK_UNROLL(2)
-            for (int k = 0; k < 2; k++) {
-                a[0][2 * k + r] = rfk_low4((int)w.q[j][r][k]);
-                a[1][2 * k + r] = rfk_high4((int)w.q[j][r][k]);
-            }
+            const int4 head = *reinterpret_cast<const int4 *>(rows + 8 * r * ROW);
+            const uint32_t y = (uint32_t)head.y, z = (uint32_t)head.z, e = (uint32_t)head.w;
+            o.scale[r][0] = y & 0x3f3f3f3fu, o.scale[r][1] = (e & 0x0f0f0f0fu) | ((y >> 2) & 0x30303030u);
+            o.min[r][0] = z & 0x3f3f3f3fu, o.min[r][1] = ((e >> 4) & 0x0f0f0f0fu) | ((z >> 2) & 0x30303030u);
+            o.d[r] = rfk_low_half((uint32_t)head.x), o.m[r] = rfk_high_half((uint32_t)head.x);
+        }
+    }
+    RFK_DEVICE void unpack(const uint8_t *rows, const scales &h, uint32_t j, int (&a)[4][4],
+                           float (&s)[2][RFK_SCALES]) {
+        RFK_UNROLL(2)
+        for (int r = 0; r < 2; r++) {
+            const uint2 q = *reinterpret_cast<const uint2 *>(rows + 8 * r * ROW + 16 + 32 * j + 8 * (threadIdx.x % 4));
+            a[0][r] = rfk_low4((int)q.x), a[0][2 + r] = rfk_low4((int)q.y);
+            a[1][r] = rfk_high4((int)q.x), a[1][2 + r] = rfk_high4((int)q.y);
             const uint32_t scale = h.scale[r][j / 2] >> (16 * (j % 2)), min = h.min[r][j / 2] >> (16 * (j % 2));
             s[r][0] = (float)(scale & 255), s[r][1] = (float)((scale >> 8) & 255);
             s[r][2] = (float)(min & 255), s[r][3] = (float)((min >> 8) & 255);
@@ -5137,46 +5158,61 @@ template <> struct rfk_direct<RF_TYPE_Q4_K> {
     }
 };
 template <> struct rfk_direct<RF_TYPE_Q6_K> {
-    static const bool is = true;
-    static const int K = 16;
+    static const int K = 16, ROW = 208; /* low, high, scales */
     struct loaded {
-        uint32_t low[4][2][2], high[4][2]; /* [fragment][row] 4 of 16 bytes */
-        int4 scale[2];
         uint32_t d[2];
     };
-    typedef loaded scales;
-    RFK_DEVICE void fetch_head(const rfk_weight &w, const rfk_direct_at &at, loaded &o) {
+    struct scales {
+        int4 scale[2];
+        float d[2];
+    };
+    RFK_DEVICE void copy(const rfk_weight &w, const rfk_direct_at &at, uint32_t n_blocks, uint8_t *to, loaded &ahead) {
+        const uint32_t lane = threadIdx.x % 32;
+        RFK_UNROLL(4)
+        for (uint32_t k = 0; k < 4; k++) {
+            const uint32_t row = lane / 8 + 4 * k, part = lane % 8 * 16;
+            const uint8_t *from = w.plane[0] + rfk_direct_block(at, row, n_blocks) * 128 + part;
+            rfk_copy16(reinterpret_cast<int4 *>(to + row * ROW + part), reinterpret_cast<const int4 *>(from));
+        }
+        RFK_UNROLL(2)
+        for (uint32_t k = 0; k < 2; k++) {
+            const uint32_t row = lane / 4 + 8 * k, part = lane % 4 * 16;
+            const uint8_t *from = w.plane[1] + rfk_direct_block(at, row, n_blocks) * 64 + part;
+            rfk_copy16(reinterpret_cast<int4 *>(to + row * ROW + 128 + part), reinterpret_cast<const int4 *>(from));
+        }
+        if (lane < 16)
+            rfk_copy16(reinterpret_cast<int4 *>(to + lane * ROW + 192),
+                       reinterpret_cast<const int4 *>(w.plane[2] + rfk_direct_block(at, lane, n_blocks) * 16));
+        RFK_UNROLL(2)
+        for (uint32_t r = 0; r < 2; r++)
+            ahead.d[r] = rfk_load2(w.plane[3] + rfk_direct_block(at, lane / 4 + 8 * r, n_blocks) * 2);
+    }
+    RFK_DEVICE void read_head(const uint8_t *rows, const loaded &w, scales &o) {
         RFK_UNROLL(2)
         for (int r = 0; r < 2; r++) {
-            o.scale[r] = rfk_load16(w.plane[2] + at.o[r] * 16);
-            o.d[r] = rfk_load2(w.plane[3] + at.o[r] * 2);
+            o.scale[r] = *reinterpret_cast<const int4 *>(rows + 8 * r * ROW + 192);
+            o.d[r] = rfk_low_half(w.d[r]);
         }
     }
-    RFK_DEVICE void fetch(const rfk_weight &w, const rfk_direct_at &at, uint32_t j, uint32_t quarter, loaded &o) {
+    RFK_DEVICE void unpack(const uint8_t *rows, const scales &h, uint32_t j, int (&a)[4][4],
+                           float (&s)[2][RFK_SCALES]) {
         RFK_UNROLL(2)
         for (int r = 0; r < 2; r++) {
-            const uint8_t *low = w.plane[0] + at.o[r] * 128 + j / 2 * 64 + j % 2 * 16 + 4 * quarter;
-            o.low[j][r][0] = rfk_load4(low), o.low[j][r][1] = rfk_load4(low + 32);
-            o.high[j][r] = rfk_load4(w.plane[1] + at.o[r] * 64 + j * 16 + 4 * quarter);
-        }
-    }
-    RFK_DEVICE void read_head(const loaded &w, scales &o) {
-        RFK_UNROLL(2)
-        for (int r = 0; r < 2; r++) o.scale[r] = w.scale[r], o.d[r] = w.d[r];
-    }
-    RFK_DEVICE void unpack(const loaded &w, const scales &h, uint32_t j, int (&a)[4][4], float (&s)[2][RFK_SCALES]) {
-        RFK_UNROLL(2)
-        for (int r = 0; r < 2; r++) {
+            const uint8_t *row = rows + 8 * r * ROW + 4 * (threadIdx.x % 4);
+            const uint32_t high = *reinterpret_cast<const uint32_t *>(row + 128 + 16 * j);
+            uint32_t low[2];
+            low[0] = *reinterpret_cast<const uint32_t *>(row + j / 2 * 64 + j % 2 * 16);
+            low[1] = *reinterpret_cast<const uint32_t *>(row + j / 2 * 64 + j % 2 * 16 + 32);
             int words[4];
             rfk_words(h.scale[r], words);
             RFK_UNROLL(4)
             for (uint32_t i = 0; i < 4; i++) {
-                const uint32_t q = i < 2 ? w.low[j][r][i] : w.low[j][r][i - 2] >> 4,
-                               bits = i < 2 ? w.high[j][r] << (4 - 2 * i) : w.high[j][r] >> (2 * i - 4);
+                const uint32_t q = i < 2 ? low[i] : low[i - 2] >> 4,
+                               bits = i < 2 ? high << (4 - 2 * i) : high >> (2 * i - 4);
                 a[i][r] = (int)((q & 0x0f0f0f0fu) | (bits & 0x30303030u));
                 s[r][i] = (float)(int8_t)((uint32_t)words[2 * (j / 2) + i / 2] >> (8 * (j % 2) + 16 * (i % 2)));
             }
-            s[r][4] = rfk_low_half(h.d[r]);
+            s[r][4] = h.d[r];
         }
     }
 };
@@ -5200,7 +5236,7 @@ template <int K> RFK_DEVICE void rfk_mma_direct(const int *a, const int *b, cons
 #endif
 }
 
-/* Copy what the columns have for block `block` to shared memory, as a group of copies. By one wave. */
+/* Copy what the columns have for block `block` to shared memory. By one wave. */
 template <int TYPE> RFK_DEVICE void rfk_direct_copy(const rfk_few_args &a, uint32_t block, rfk_direct_x &to) {
     const uint32_t lane = threadIdx.x % 32, two = lane / 2, half = lane % 2 * 4;
     const bool offset = rfk_format<TYPE>::OFFSET != 0;
@@ -5216,7 +5252,6 @@ template <int TYPE> RFK_DEVICE void rfk_direct_copy(const rfk_few_args &a, uint3
     if (offset) rfk_copy16(reinterpret_cast<int4 *>(&to.sum[two][half]), reinterpret_cast<const int4 *>(sum));
     if (two < 8) rfk_copy16(reinterpret_cast<int4 *>(&to.d[two][half]), reinterpret_cast<const int4 *>(d));
     else if (!offset) rfk_copy16(reinterpret_cast<int4 *>(&to.sum[two - 8][half]), reinterpret_cast<const int4 *>(e));
-    rfk_commit_copies();
 }
 
 /* Add the products of fragment f of a block, weights w and scales s, to the lane's results. */
@@ -5263,51 +5298,136 @@ RFK_DEVICE void rfk_direct_fragment(const rfk_direct_x &in, uint32_t f, const in
     }
 }
 
-/* A wave's part of a tile: sum[j] of fragment j of every four. first: as rfk_few_tile. */
-template <int TYPE, int N>
-RFK_DEVICE void rfk_direct_tile(const rfk_few_args &a, const rfk_product &p, uint32_t row0, bool first,
-                                rfk_few_shared<32> &s, float (&sum)[4][N]) {
+/* Tile t of a block. A GLU's tiles come in twos: the gates' rows, then those that they multiply. */
+struct rfk_direct_place {
+    uint32_t which, row0; /* the product, and the first of its 16 rows */
+};
+RFK_DEVICE bool rfk_find_direct(const rfk_few_args &a, uint32_t t, rfk_direct_place &to) {
+    uint32_t number = blockIdx.y + (a.glu ? t / 2 : t) * gridDim.y;
+    if (number >= a.n_tiles) return false;
+    to.which = a.glu ? t % 2 : 0;
+    to.row0 = number;
+    for (uint32_t i = 1; i < RFK_PRODUCTS; i++)
+        if (!a.glu && number >= a.part[i - 1].end_block) to.which = i, to.row0 = number - a.part[i - 1].end_block;
+    to.row0 *= RFK_FEW_ROWS;
+    return true;
+}
+
+/* The wave's first block of the tile. */
+RFK_DEVICE void rfk_begin_direct(const rfk_few_args &a, const rfk_direct_place &place, rfk_direct_at &at) {
+    const rfk_product &p = a.part[place.which];
+    const uint32_t rows = p.n_out - place.row0;
+    at.block = (p.row0 + place.row0) * (a.n_in / 256) + threadIdx.x / 32;
+    at.last = (rows < RFK_FEW_ROWS ? rows : RFK_FEW_ROWS) - 1;
+}
+
+/* Add up a tile's sums, and store its results. gate: kept from a GLU's first tile to its second. Ends before other
+ * waves' sums of this tile are overwritten: the next tile's go elsewhere. */
+RFK_DEVICE void rfk_end_direct(const rfk_few_args &a, const rfk_direct_place &place, const float (&sum)[4][4],
+                               uint32_t t, rfk_direct_shared &s, float *gate) {
+    const uint32_t lane = threadIdx.x % 32, wave = threadIdx.x / 32;
+    RFK_UNROLL(4)
+    for (int i = 0; i < 4; i++) {
+        const uint32_t row = rfk_matrix_row(lane, RFK_ROW_INDEX((uint32_t)i), 8),
+                       col = rfk_matrix_col(lane, RFK_COL_INDEX((uint32_t)i));
+        s.sum[t % 2][wave][col * RFK_FEW_ROWS + row] = (sum[0][i] + sum[1][i]) + (sum[2][i] + sum[3][i]);
+    }
+    __syncthreads();
+    const uint32_t row = place.row0 + threadIdx.x % RFK_FEW_ROWS, c = threadIdx.x / RFK_FEW_ROWS;
+    const rfk_product &p = a.part[place.which];
+    if (c >= 8 || c >= a.n_cols || row >= p.n_out) return;
+    float v[RFK_FEW_WAVES];
+    RFK_UNROLL(8)
+    for (uint32_t i = 0; i < RFK_FEW_WAVES; i++) v[i] = s.sum[t % 2][i][threadIdx.x];
+    const float all = rfk_mul(((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7])), s.factor[c]);
+    if (!a.glu) rfk_put(p, row, c, all);
+    else if (place.which == 0) *gate = all;
+    else (void)rfk_put_glu(a.part[0], p, row, c, *gate, all);
+}
+
+/* A block's tiles from t on whose weights are of one type; returns the first that is of another. While a wave
+ * multiplies a block of 256 weights of its 16 rows, the next one is on its way to shared memory, of the next tile after
+ * a tile's last. What the columns have for a wave's blocks is copied once, if that is two blocks at most. */
+template <int TYPE>
+RFK_DEVICE uint32_t rfk_direct_tiles(const rfk_few_args &a, uint32_t t, rfk_direct_shared &s) {
     typedef rfk_direct<TYPE> D;
     const uint32_t lane = threadIdx.x % 32, wave = threadIdx.x / 32, n_blocks = a.n_in / 256;
-    uint32_t block = wave, turn = 0;
+    const bool stays = n_blocks <= 2 * RFK_FEW_WAVES;
+    rfk_direct_place here = {0, 0};
     rfk_direct_at at;
-    typename D::loaded raw;
-    RFK_UNROLL(2)
-    for (uint32_t r = 0; r < 2; r++) {
-        const uint32_t row = row0 + lane / 4 + 8 * r;
-        at.o[r] = (p.row0 + (row < p.n_out ? row : p.n_out - 1)) * n_blocks + block;
-    }
-    if (block < n_blocks) {
-        D::fetch_head(p.w, at, raw);
-        RFK_UNROLL(4)
-        for (uint32_t j = 0; j < 4; j++) D::fetch(p.w, at, j, lane % 4, raw);
-    }
-    if (first) {
+    typename D::loaded ahead;
+    float gate = 0;
+    (void)rfk_find_direct(a, t, here);
+    rfk_begin_direct(a, here, at);
+    if (wave < n_blocks) D::copy(a.part[here.which].w, at, n_blocks, s.w[wave][0], ahead);
+    if (t == 0) {
         rfk_wait_previous();
-        rfk_few_factors<32>(a, s);
+        rfk_few_factors<32>(a, s.factor);
     }
-    if (block < n_blocks) rfk_direct_copy<TYPE>(a, block, s.u.x[wave][0]);
-    RFK_UNROLL(1)
-    for (; block < n_blocks; block += RFK_FEW_WAVES, turn ^= 1) {
-        const bool more = block + RFK_FEW_WAVES < n_blocks;
-        if (more) rfk_direct_copy<TYPE>(a, block + RFK_FEW_WAVES, s.u.x[wave][turn ^ 1]);
-        if (more) rfk_wait_copies_but_one();
-        else rfk_wait_copies();
-        rfk_sync_lanes<32>();
-        typename D::scales head;
-        D::read_head(raw, head);
-        at.o[0] += RFK_FEW_WAVES, at.o[1] += RFK_FEW_WAVES;
-        RFK_UNROLL(4)
-        for (uint32_t j = 0; j < 4; j++) {
-            int w[4][4];
-            float scale[2][RFK_SCALES];
-            D::unpack(raw, head, j, w, scale);
-            if (more) D::fetch(p.w, at, j, lane % 4, raw);
-            if (more && j == 2) D::fetch_head(p.w, at, raw);
-            rfk_direct_fragment<TYPE>(s.u.x[wave][turn], j, w, scale, sum[j]);
+    if (wave < n_blocks) rfk_direct_copy<TYPE>(a, wave, s.x[wave][0]);
+    rfk_commit_copies();
+    uint32_t turn = 0;
+    bool is_first = true, goes_on = true;
+    while (goes_on) {
+        rfk_direct_place next = here;
+        goes_on = rfk_find_direct(a, t + 1, next) && a.part[next.which].type == TYPE;
+        float sum[4][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}, {0, 0, 0, 0}, {0, 0, 0, 0}};
+        RFK_UNROLL(1)
+        for (uint32_t block = wave; block < n_blocks; block += RFK_FEW_WAVES, turn ^= 1) {
+            const bool more = block + RFK_FEW_WAVES < n_blocks;
+            const uint8_t *rows = s.w[wave][turn] + lane / 4 * D::ROW;
+            const rfk_direct_x &x = s.x[wave][stays ? block / RFK_FEW_WAVES : turn];
+            const typename D::loaded now = ahead;
+            if (more || goes_on) {
+                if (more) at.block += RFK_FEW_WAVES;
+                else rfk_begin_direct(a, next, at);
+                D::copy(a.part[more ? here.which : next.which].w, at, n_blocks, s.w[wave][turn ^ 1], ahead);
+                if (!stays || (is_first && more))
+                    rfk_direct_copy<TYPE>(a, more ? block + RFK_FEW_WAVES : wave, s.x[wave][stays ? 1 : turn ^ 1]);
+                rfk_commit_copies();
+                rfk_wait_copies_but_one();
+            } else {
+                rfk_wait_copies();
+            }
+            rfk_sync_lanes<32>();
+            typename D::scales head;
+            D::read_head(rows, now, head);
+            RFK_UNROLL(4)
+            for (uint32_t j = 0; j < 4; j++) {
+                int q[4][4];
+                float scale[2][RFK_SCALES];
+                D::unpack(rows, head, j, q, scale);
+                rfk_direct_fragment<TYPE>(x, j, q, scale, sum[j]);
+            }
+            rfk_sync_lanes<32>(); /* the copy after next goes where this block's is */
         }
-        rfk_sync_lanes<32>(); /* the copy after next goes where this block's is */
+        rfk_end_direct(a, here, sum, t++, s, &gate);
+        here = next;
+        is_first = false;
     }
+    return t;
+}
+#endif
+
+/* rfk_few for up to 8 columns and types that have rfk_direct. All blocks are on the GPU at once.
+ *   grid [1, blocks]   block 8 waves   LDS 104 KiB   reads W once */
+static __global__ void RFK_RESIDENT(RFK_FEW_WAVES * 32, 2) rfk_few_direct(rfk_few_args a) {
+#if RFK_MAY_BE(RFK_MATRIX_SM80)
+    if (!RFK_RUNS_WAVE(32)) return;
+    RFK_DYNAMIC(rfk_direct_shared, s);
+    rfk_direct_place place;
+#define RFK_DIRECT_CASE(TYPE) \
+    case TYPE: \
+        if (rfk_built<TYPE>::is) t = rfk_direct_tiles<TYPE>(a, t, *s); \
+        break;
+    for (uint32_t t = 0; rfk_find_direct(a, t, place);)
+        switch (a.part[place.which].type) {
+            RFK_DIRECT_TYPES(RFK_DIRECT_CASE)
+        default: return;
+        }
+#undef RFK_DIRECT_CASE
+    if (a.norm_out && blockIdx.y == 0) rfk_few_norm_out(a, s->factor);
+#endif
 }
 #endif
 
@@ -5331,7 +5451,7 @@ RFK_DEVICE void rfk_few_wave(const rfk_few_args &a, const rfk_product &p, uint32
         }
     if (first) {
         rfk_wait_previous();
-        rfk_few_factors<WAVE>(a, s);
+        rfk_few_factors<WAVE>(a, s.factor);
     }
     const bool has_sums = TYPE == RFK_OTHER && p.type == RF_TYPE_Q2_K;
     RFK_UNROLL(1)
@@ -5358,24 +5478,6 @@ RFK_DEVICE void rfk_few_wave(const rfk_few_args &a, const rfk_product &p, uint32
         }
 }
 
-/* The way that is faster. In emulation the matrix unit is known at run time. */
-template <int TYPE, int WAVE, int N, bool IS_DIRECT> struct rfk_few_ways {
-    RFK_DEVICE void run(const rfk_few_args &a, const rfk_product &p, uint32_t row0, bool first,
-                        rfk_few_shared<WAVE> &s, float (&sum)[WAVE / 8][N]) {
-        rfk_few_wave<TYPE, WAVE, N>(a, p, row0, first, s, sum);
-    }
-};
-#if RFK_MAY_BE(RFK_MATRIX_SM80)
-template <int TYPE, int N> struct rfk_few_ways<TYPE, 32, N, true> {
-    RFK_DEVICE void run(const rfk_few_args &a, const rfk_product &p, uint32_t row0, bool first,
-                        rfk_few_shared<32> &s, float (&sum)[4][N]) {
-        const uint32_t kind = RFK_MATRIX;
-        if (kind == RFK_MATRIX_SM80) rfk_direct_tile<TYPE, N>(a, p, row0, first, s, sum);
-        else rfk_few_wave<TYPE, 32, N>(a, p, row0, first, s, sum);
-    }
-};
-#endif
-
 /* Multiply 16 rows of p from row0 on by a tile of columns.   Returns the thread's result: row threadIdx.x % 16 of
  * column threadIdx.x / 16. `first`: what earlier launches wrote was not waited for. Ends with a barrier. */
 template <int TYPE, int WAVE, bool NARROW>
@@ -5388,7 +5490,7 @@ RFK_DEVICE float rfk_few_tile(const rfk_few_args &a, const rfk_product &p, uint3
     for (int j = 0; j < 4 * SETS; j++)
         RFK_UNROLL(8)
         for (int i = 0; i < N; i++) sum[j][i] = 0;
-    rfk_few_ways<TYPE, WAVE, N, NARROW && rfk_direct<TYPE>::is && WAVE == 32>::run(a, p, row0, first, s, sum);
+    rfk_few_wave<TYPE, WAVE, N>(a, p, row0, first, s, sum);
     __syncthreads();
     RFK_UNROLL(8)
     for (int i = 0; i < N; i++) {
@@ -5426,13 +5528,7 @@ RFK_DEVICE void rfk_few_block(const rfk_few_args &a, const rfk_product &p, uint3
     } else if (inside) {
         rfk_put(p, row, col, gate);
     }
-    if (!a.norm_out || blockIdx.y != 0) return;
-    for (uint32_t k = 0; k < RFK_FEW_ROWS && blockIdx.x * RFK_FEW_ROWS + k < a.n_cols; k++) {
-        const uint32_t to = blockIdx.x * RFK_FEW_ROWS + k;
-        const float *from = a.from + (size_t)(a.rows ? a.rows[to] : to) * a.from_stride;
-        for (uint32_t i = threadIdx.x; i < a.n_in; i += RFK_FEW_WAVES * WAVE)
-            a.norm_out[(size_t)to * a.norm_stride + i] = from[i] * s.factor[k] * rfk_load_any(a.norm, a.norm_type, i);
-    }
+    if (a.norm_out && blockIdx.y == 0) rfk_few_norm_out(a, s.factor);
 }
 
 /* grid [tiles of 16 columns, tiles of 16 rows of all products]   block 8 waves   LDS 46 KiB
@@ -8439,6 +8535,7 @@ struct rf_dev {
     int has_units;
     int units_f16, units_bf16; /* matrix units multiply prompts with such weights */
     int wgmma;                 /* rfk_matmul_wgmma is compiled in and right */
+    int direct;                /* rfk_few_direct is compiled in */
     uint32_t shared_bytes;     /* dynamic shared memory of a block of rfk_flash, at most */
 };
 #define RFK_WRONG_BYTES 1u  /* of int8: weights are multiplied without tiles */
@@ -9152,6 +9249,7 @@ static rf_result rfk_run_probe(rf_dev *d, rf_error *err) {
     if (r == RF_OK) {
         d->wrong_units = rfk_judge_matrix(&found.matrix);
         d->has_units = found.matrix.has_units;
+        d->direct = found.matrix.direct != 0;
         d->units_f16 = found.matrix.units_f16 && !(d->wrong_units & RFK_WRONG_HALVES);
         d->units_bf16 = found.matrix.units_bf16 && !(d->wrong_units & RFK_WRONG_HALVES);
         d->wgmma = wgmma;
@@ -9229,6 +9327,9 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
         d->early = cudaFuncGetAttributes(&kernel, rows[0]) == cudaSuccess && kernel.ptxVersion >= 90;
         for (int i = 0; i < 2; i++)
             (void)cudaFuncSetAttribute(rows[i], cudaFuncAttributeMaxDynamicSharedMemorySize, RFK_MAX_COLUMN / 64 * 96);
+        if (cudaFuncSetAttribute((const void *)rfk_few_direct, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 sizeof(rfk_direct_shared)) != cudaSuccess)
+            d->direct = 0;
         for (uint32_t type = 0; d->wgmma && type < RF_TYPE_COUNT; type++) {
             const void *bf16 = (const void *)rfk_find_wgmma(type);
             if (!bf16) continue;
@@ -11644,6 +11745,16 @@ static uint32_t rfk_source_of(const rfk_fused *f) {
     return f->gather != RF_NONE ? f->gather : f->norm != RF_NONE ? f->norm : f->products;
 }
 
+#if defined(RFK_DIRECT_TYPES)
+static bool rfk_takes_direct(const rfk_launching *l, const rfk_few_args *a) {
+    bool takes = l->p->dev->direct && a->n_cols <= 8;
+#define RFK_DIRECT_CASE(TYPE) || a->part[i].type == TYPE
+    for (uint32_t i = 0; i < l->together; i++) takes = takes && (false RFK_DIRECT_TYPES(RFK_DIRECT_CASE));
+#undef RFK_DIRECT_CASE
+    return takes;
+}
+#endif
+
 /* A fused matvec of several rows: quantize its columns, then multiply. */
 static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
     rf_prepared *p = l->p;
@@ -11662,6 +11773,7 @@ static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
     a.n_in = l->op->matmul.n_in;
     a.n_cols = l->op->rows == RF_ROWS_LOGITS ? l->step->n_logits : l->step->n_rows;
     a.glu = f->glu != RF_NONE;
+    a.n_tiles = a.glu ? a.part[0].end_block : blocks;
     if (f->norm != RF_NONE) {
         const rf_op *norm = &ops[f->norm];
         a.norm = rfk_vector(p, norm->weight, 0, &a.norm_type);
@@ -11677,8 +11789,16 @@ static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
     rf_result r = rfk_enqueue_config(l, RFK_BY_WAVE(l, rfk_few_quantize<32>, rfk_few_quantize<64>), c, z);
     if (r != RF_OK) return r;
     const bool other = rfk_is_other(p->plan, f->products);
-    c.grid = dim3(rfk_ceil_div(a.n_cols, RFK_FEW_ROWS), a.glu ? a.part[0].end_block : blocks);
+    c.grid = dim3(rfk_ceil_div(a.n_cols, RFK_FEW_ROWS), a.n_tiles);
     c.block = dim3(RFK_FEW_WAVES * p->dev->wave);
+#if defined(RFK_DIRECT_TYPES)
+    if (rfk_takes_direct(l, &a)) {
+        const uint32_t fit = 2 * p->dev->info.compute_units;
+        c.grid.y = a.n_tiles < fit ? a.n_tiles : fit;
+        c.shared_bytes = sizeof(rfk_direct_shared);
+        return rfk_enqueue_config(l, rfk_few_direct, c, a);
+    }
+#endif
     return rfk_enqueue_config(l, RFK_BY_WAVE(l, rfk_find_few<32>(other, a.n_cols), rfk_find_few<64>(other, a.n_cols)),
                               c, a);
 }
