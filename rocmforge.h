@@ -26084,7 +26084,8 @@ typedef struct rfi_gr_tree {
 typedef struct rfi_gr_vocab {
     rfi_gr_tree slices[RFI_GR_SLICES]; /* plain text by kinds and length; the rest by level       */
     uint64_t *with;                    /* [95][n_words] plain text with a byte, from ' ' on       */
-    uint64_t *longer;                  /* [16][n_words] plain ASCII of more than so many bytes    */
+    uint64_t *longer;                  /* [17][n_words] plain ASCII of more than so many bytes    */
+    uint32_t n_with[95];               /* how many tokens have a byte                             */
     uint32_t *order;                   /* [n_vocab] tokens by slice, then by their bytes          */
     uint32_t *at;                      /* [n_vocab + 1] bytes of a token: bytes[at[id] ...)       */
     uint8_t *bytes;
@@ -26218,7 +26219,7 @@ static rf_result rfi_gr_vocab_fill(const rf_tokenizer *t, rfi_gr_vocab *v, rf_er
     v->order = (uint32_t *)rfi_alloc(a, t->n_vocab, 2 * sizeof *v->order, "a vocabulary's order", err);
     v->at = (uint32_t *)rfi_alloc(a, (uint64_t)t->n_vocab + 1, sizeof *v->at, "a vocabulary's bytes", err);
     v->bytes = (uint8_t *)rfi_alloc(a, most + t->n_vocab, 1, "a vocabulary's bytes", err);
-    v->with = (uint64_t *)rfi_alloc(a, (95 + 16) * v->n_words, sizeof *v->with, "token masks", err);
+    v->with = (uint64_t *)rfi_alloc(a, (95 + 17) * v->n_words, sizeof *v->with, "token masks", err);
     if (!v->order || !v->at || !v->bytes || !v->with) return RF_ERR_MEMORY;
     v->longer = v->with + 95 * v->n_words;
     uint8_t *slice = v->bytes + most;
@@ -26230,6 +26231,8 @@ static rf_result rfi_gr_vocab_fill(const rf_tokenizer *t, rfi_gr_vocab *v, rf_er
             v->longer[i * v->n_words + id / 64] |= (uint64_t)1 << id % 64;
         for (uint32_t i = v->at[id]; slice[id] < RFI_GR_PLAIN && i < v->at[id + 1]; i++)
             if (v->bytes[i] < 0x80) v->with[(v->bytes[i] - 0x20u) * v->n_words + id / 64] |= (uint64_t)1 << id % 64;
+        for (uint32_t i = v->at[id]; slice[id] < RFI_GR_PLAIN && i < v->at[id + 1]; i++)
+            if (v->bytes[i] < 0x80) v->n_with[v->bytes[i] - 0x20u]++; /* or a few more: some have it twice */
         if (n_bytes) v->order[n++] = id;
     }
     rfi_gr_sort(v, slice, v->order + t->n_vocab, n);
@@ -26308,6 +26311,7 @@ struct rf_grammar {
     rfi_gr_pool rules;
     rfi_gr_pool ranges;         /* of a class that is being read: first, last character   */
     rfi_gr_pool chains;         /* rfi_gr_chain                                           */
+    uint32_t tails[4];          /* a state, and those that read 1 to 3 bytes 80 to bf up to it; 0: none yet */
     rfi_gr_pool twin;           /* uint32_t [level][state]: the one that stands for it; empty: each for itself */
     uint8_t class_of[256], byte_of[256]; /* bytes that no edge tells apart are a class    */
     uint32_t n_classes;
@@ -26545,48 +26549,66 @@ static uint32_t rfi_gr_follow(rf_grammar *g, uint32_t set, uint32_t class) {
 
 /* ---- masks ---- */
 
-/* What is known of plain text from a set on: all texts of up to n_bytes bytes of what is taken are, none is in which a
- * byte that is dead follows such a text; of the rest nothing is known. */
+/* What is known of plain text from a set on: all texts of up to n_bytes bytes of what is taken are, of ASCII alone up
+ * to n_ascii; none is in which a byte that is dead follows such a text; of the rest nothing is known. */
 enum { RFI_GR_DEAD, RFI_GR_TAKEN, RFI_GR_UNKNOWN };
 typedef struct rfi_gr_known {
     uint8_t how[256];  /* by class, of ASCII                             */
-    uint32_t unknown;  /* kinds of what is unknown                       */
-    uint32_t n_bytes;
-    int ends;          /* 1: no longer text of ASCII that is known       */
+    uint32_t n_bytes, n_ascii;
+    int no_wide;       /* 1: of other characters nothing is known        */
+    int ends;          /* 1: no text of ASCII that is known is longer than n_ascii */
 } rfi_gr_known;
 
-/* Can a set go on with a byte of plain ASCII, or, if `taken`, with one of those taken? */
-static int rfi_gr_goes_on(rf_grammar *g, uint32_t set, const rfi_gr_known *known, int taken) {
+/* Can a set go on with a byte of plain ASCII that is taken, or, if `dead`, dead? */
+static int rfi_gr_goes_on(rf_grammar *g, uint32_t set, const rfi_gr_known *known, int dead) {
     for (uint32_t row = 0; rfi_gr_plain[row][4] != RFI_GR_WIDE; row++)
         for (uint32_t class = g->class_of[rfi_gr_plain[row][1]]; class <= g->class_of[rfi_gr_plain[row][2]]; class++)
-            if ((!taken || known->how[class] == RFI_GR_TAKEN) && rfi_gr_follow(g, set, class)) return 1;
+            if ((known->how[class] == RFI_GR_TAKEN || (dead && known->how[class] == RFI_GR_DEAD)) &&
+                rfi_gr_follow(g, set, class)) return 1;
     return 0;
 }
 
-/* Go through the texts of what may be taken, breadth first, while they are few. Returns 1 after something turned out to
- * be unknown that was followed as taken: once more, then. */
-static int rfi_gr_explore(rf_grammar *g, uint32_t set, rfi_gr_known *known) {
+/* What is taken of a set's bytes leads here and there to a place where nothing goes on, as the byte behind what is
+ * counted does: such bytes are unknown. Returns 1 if there are any; 0 where all bytes lead to such places. */
+static int rfi_gr_part_ways(rf_grammar *g, uint32_t set, rfi_gr_known *known) {
+    uint8_t stops[256] = {0};
+    int n_stop = 0, n_go = 0;
+    for (uint32_t row = 0; rfi_gr_plain[row][4] != RFI_GR_WIDE; row++)
+        for (uint32_t class = g->class_of[rfi_gr_plain[row][1]]; class <= g->class_of[rfi_gr_plain[row][2]]; class++) {
+            if (known->how[class] != RFI_GR_TAKEN) continue;
+            stops[class] = !rfi_gr_goes_on(g, rfi_gr_follow(g, set, class), known, 0);
+            n_stop += stops[class], n_go += !stops[class];
+        }
+    for (uint32_t class = 0; n_stop && n_go && class < g->n_classes; class++)
+        if (stops[class]) known->how[class] = RFI_GR_UNKNOWN;
+    return n_stop && n_go;
+}
+
+/* Go through the texts of what may be taken, breadth first, while they are few: of ASCII, or, if `wide`, of all
+ * characters. Returns 1 after something turned out to be unknown that was followed as taken: once more, then. */
+static int rfi_gr_explore(rf_grammar *g, uint32_t set, rfi_gr_known *known, int wide) {
     enum { MOST = 160 };
-    uint32_t pairs[MOST][2] = {{set, 0}}, n = 1, level = 0, n_level = 1;
+    uint32_t pairs[MOST][3] = {{set, 0, set}}; /* set, state in UTF-8, set before */
+    uint32_t n = 1, level = 0, n_level = 1, *n_bytes = wide ? &known->n_bytes : &known->n_ascii;
     int loops = 0; /* 1: a text of ASCII leads to a set that a shorter one led to */
-    known->n_bytes = 0, known->ends = 0;
+    *n_bytes = 0, known->ends &= wide;
     for (uint32_t i = 0; i < n; i++) {
-        if (i == n_level) level = i, n_level = n, known->n_bytes++;
-        if (known->n_bytes == rfi_gr_level_bytes[0]) return 0;
-        if (known->n_bytes && pairs[i][1] == 0 && !rfi_gr_goes_on(g, pairs[i][0], known, 1)) { /* a count ends */
-            known->ends = !loops;
-            for (; level < n_level; level++)
-                if (pairs[level][1] == 0) known->ends &= !rfi_gr_goes_on(g, pairs[level][0], known, 0);
+        if (i == n_level) level = i, n_level = n, ++*n_bytes;
+        if (*n_bytes == rfi_gr_level_bytes[0]) return 0;
+        if (*n_bytes && pairs[i][1] == 0 && !rfi_gr_goes_on(g, pairs[i][0], known, 0)) { /* a count ends */
+            if (!wide && rfi_gr_part_ways(g, pairs[i][2], known)) return 1;
+            for (known->ends |= !wide && !loops; !wide && level < n_level; level++)
+                known->ends &= !rfi_gr_goes_on(g, pairs[level][0], known, 1);
             return 0;
         }
         for (uint32_t row = 0; row < RFI_COUNT(rfi_gr_plain); row++) {
             const uint8_t *plain = rfi_gr_plain[row], is_wide = plain[4] == RFI_GR_WIDE;
-            if (plain[0] != pairs[i][1] || (is_wide && known->unknown & RFI_GR_WIDE)) continue;
+            if (plain[0] != pairs[i][1] || (is_wide && !wide)) continue;
             for (uint32_t class = g->class_of[plain[1]]; class <= g->class_of[plain[2]]; class++) {
                 const uint32_t to = rfi_gr_follow(g, pairs[i][0], class), how = known->how[class];
-                if (known->n_bytes == 0 && !is_wide && !to) known->how[class] = RFI_GR_DEAD;
+                if (*n_bytes == 0 && !is_wide && !to && !wide) known->how[class] = RFI_GR_DEAD;
                 else if ((how == RFI_GR_TAKEN) != (to != 0)) { /* it may be unknown already */
-                    known->how[class] = RFI_GR_UNKNOWN, known->unknown |= plain[4];
+                    known->how[class] = RFI_GR_UNKNOWN, known->no_wide |= is_wide;
                     if (how == RFI_GR_TAKEN) return 1;
                 }
                 uint32_t k = n;
@@ -26595,11 +26617,11 @@ static int rfi_gr_explore(rf_grammar *g, uint32_t set, rfi_gr_known *known) {
                 loops |= !is_wide && k > 0 && k <= n_level;
                 if (k > 0) continue;
                 if (n == MOST) return 0;
-                pairs[n][0] = to, pairs[n++][1] = plain[3];
+                pairs[n][0] = to, pairs[n][1] = plain[3], pairs[n++][2] = pairs[i][0];
             }
         }
     }
-    known->n_bytes = rfi_gr_level_bytes[0];
+    *n_bytes = rfi_gr_level_bytes[0];
     return 0;
 }
 
@@ -26618,9 +26640,9 @@ static void rfi_gr_walk(rf_grammar *g, uint32_t set, const rfi_gr_tree *tree, ui
             i = tree->end[i];
             continue;
         }
-        path[depth + 1] = to, next[depth + 1] = rfi_gr_next(g, to);
         for (uint32_t k = tree->token[i]; k < tree->token[i + 1]; k++)
             mask[order[k] / 64] |= (uint64_t)1 << order[k] % 64;
+        if (tree->end[i] != i + 1) path[depth + 1] = to, next[depth + 1] = rfi_gr_next(g, to); /* no leaf */
         i++;
     }
 }
@@ -26658,28 +26680,62 @@ static uint32_t rfi_gr_set_twin(rf_grammar *g, uint32_t set, uint32_t level) {
     return rfi_gr_set(g);
 }
 
+/* ASCII of which nothing is known. Returns how many bytes; out [95] these. */
+static uint32_t rfi_gr_unknown(const rf_grammar *g, const rfi_gr_known *known, uint8_t *out, uint32_t *kinds) {
+    uint32_t n = 0;
+    for (uint32_t row = 0; rfi_gr_plain[row][4] != RFI_GR_WIDE; row++)
+        for (uint32_t byte = rfi_gr_plain[row][1]; byte <= rfi_gr_plain[row][2]; byte++)
+            if (known->how[g->class_of[byte]] == RFI_GR_UNKNOWN)
+                out[n++] = (uint8_t)byte, *kinds |= rfi_gr_plain[row][4];
+    return n;
+}
+
+/* Try plain tokens that have one of these bytes, one by one. */
+static void rfi_gr_try(rf_grammar *g, uint32_t set, const uint8_t *bytes, uint32_t n_bytes, uint64_t *bits) {
+    const rfi_gr_vocab *v = g->vocab;
+    for (uint64_t w = 0; w < v->n_words; w++) {
+        uint64_t with = 0;
+        for (uint32_t i = 0; i < n_bytes; i++) with |= v->with[(bytes[i] - (uint32_t)' ') * v->n_words + w];
+        bits[w] &= ~with;
+        for (; with; with &= with - 1) {
+            const uint32_t bit = (uint32_t)__builtin_ctzll(with), id = (uint32_t)(64 * w) + bit;
+            uint32_t to = set;
+            for (uint32_t at = v->at[id]; to && at < v->at[id + 1]; at++)
+                to = rfi_gr_follow(g, to, g->class_of[v->bytes[at]]);
+            bits[w] |= (uint64_t)(to != 0) << bit;
+        }
+    }
+}
+
 /* Add the tokens of the first level. */
 static void rfi_gr_mask_first(rf_grammar *g, uint32_t set, uint64_t *bits) {
     const rfi_gr_vocab *v = g->vocab;
-    rfi_gr_known known = {.unknown = 0};
-    uint32_t n_alive = 0, tries = 0, n;
-    uint8_t is_done[RFI_GR_PLAIN + 1] = {0};
+    rfi_gr_known known = {.n_bytes = 0};
+    uint32_t n_alive = 0, tries = 0, kinds = 0, n_tried = 0, n;
+    uint8_t is_done[RFI_GR_PLAIN + 1] = {0}, unknown[95];
     memset(known.how, RFI_GR_TAKEN, sizeof known.how);
-    while (rfi_gr_explore(g, set, &known) && ++tries < 8) {}
+    while ((rfi_gr_explore(g, set, &known, 0) || (!known.no_wide && rfi_gr_explore(g, set, &known, 1))) &&
+           ++tries < 8) {}
     for (uint32_t byte = ' '; byte < 0x7f; byte++) n_alive += known.how[g->class_of[byte]] != RFI_GR_DEAD;
-    if (tries == 8 || n_alive < 16) known.n_bytes = 0; /* a walk over few is as fast */
-    for (uint32_t s = 0; s < RFI_GR_PLAIN && known.n_bytes; s++) {
+    if (tries == 8 || n_alive < 16) known.n_bytes = known.n_ascii = 0; /* a walk over few is as fast */
+    const uint32_t n_unknown = rfi_gr_unknown(g, &known, unknown, &kinds);
+    for (uint32_t i = 0; i < n_unknown; i++) n_tried += v->n_with[unknown[i] - ' '];
+    const int tries_them = n_unknown && known.n_ascii && n_tried <= g->t->n_vocab / 16;
+    if (tries_them) kinds = 0;
+    for (uint32_t s = 0; s < RFI_GR_PLAIN && known.n_ascii; s++) {
+        const uint32_t n_bytes = s < RFI_GR_ASCII ? known.n_ascii : known.no_wide ? 0 : known.n_bytes;
         const int all = known.ends && s < RFI_GR_ASCII;
-        is_done[s] = !(rfi_gr_slice_kinds[s / RFI_GR_LENGTHS] & known.unknown) &&
-                     (all || rfi_gr_slice_bytes[s % RFI_GR_LENGTHS] <= known.n_bytes);
+        is_done[s] = !(rfi_gr_slice_kinds[s / RFI_GR_LENGTHS] & kinds) &&
+                     (all || rfi_gr_slice_bytes[s % RFI_GR_LENGTHS] <= n_bytes);
         for (uint64_t w = 0; is_done[s] && w < v->n_words; w++) bits[w] |= v->slices[s].mask[w];
     }
-    const uint64_t *longer = v->longer + known.n_bytes * v->n_words;
-    for (uint64_t w = 0; known.ends && known.n_bytes && w < v->n_words; w++) bits[w] &= ~longer[w];
-    for (uint32_t byte = ' '; byte < 0x7f && known.n_bytes; byte++) {
+    const uint64_t *longer = v->longer + known.n_ascii * v->n_words;
+    for (uint64_t w = 0; known.ends && known.n_ascii && w < v->n_words; w++) bits[w] &= ~longer[w];
+    for (uint32_t byte = ' '; byte < 0x7f && known.n_ascii; byte++) {
         const uint64_t *with = v->with + (byte - ' ') * v->n_words;
         for (uint64_t w = 0; known.how[g->class_of[byte]] == RFI_GR_DEAD && w < v->n_words; w++) bits[w] &= ~with[w];
     }
+    if (tries_them) rfi_gr_try(g, set, unknown, n_unknown, bits);
     for (uint32_t s = 0; s <= RFI_GR_PLAIN && !rfi_gr_failed(g); s++)
         if (!is_done[s]) rfi_gr_walk(g, set, &v->slices[s], bits);
     for (uint32_t id = 0; rfi_gr_key(&g->sets, set, &n)[0] && id < g->t->n_vocab; id++)
@@ -26862,6 +26918,17 @@ static rfi_gr_part rfi_gr_repeat(rf_grammar *g, rfi_gr_part part, uint32_t min, 
     return all;
 }
 
+/* The state from which n bytes 80 to bf lead to `end`: one for all characters of a class, which keeps sets few. */
+static uint32_t rfi_gr_tail(rf_grammar *g, uint32_t end, uint32_t n) {
+    if (g->tails[0] != end) memset(g->tails, 0, sizeof g->tails), g->tails[0] = end;
+    for (uint32_t i = 1; i <= n; i++) {
+        if (g->tails[i]) continue;
+        g->tails[i] = rfi_gr_state(g);
+        rfi_gr_edge_add(g, g->tails[i], g->tails[i - 1], 0x80 | 0xbf << 8);
+    }
+    return g->tails[n];
+}
+
 /* Characters lo to hi, of one length in UTF-8: byte by byte, where a byte's range is whole below it. */
 static void rfi_gr_utf8(rf_grammar *g, rfi_gr_part part, uint32_t lo, uint32_t hi) {
     char a[4], b[4];
@@ -26876,8 +26943,11 @@ static void rfi_gr_utf8(rf_grammar *g, rfi_gr_part part, uint32_t lo, uint32_t h
     }
     const uint32_t n = rfi_put_utf8(lo, a);
     rfi_put_utf8(hi, b);
-    for (uint32_t i = 0; i + 1 < n; i++) part.start = rfi_gr_then_bytes(g, part.start, (uint8_t)a[i], (uint8_t)b[i]);
-    rfi_gr_edge_add(g, part.start, part.end, (uint8_t)a[n - 1] | (uint32_t)(uint8_t)b[n - 1] << 8);
+    uint32_t n_whole = 0; /* bytes at the end whose range is whole */
+    while (n_whole + 1 < n && (uint8_t)a[n - 1 - n_whole] == 0x80 && (uint8_t)b[n - 1 - n_whole] == 0xbf) n_whole++;
+    const uint32_t last = n - 1 - n_whole, to = rfi_gr_tail(g, part.end, n_whole);
+    for (uint32_t i = 0; i < last; i++) part.start = rfi_gr_then_bytes(g, part.start, (uint8_t)a[i], (uint8_t)b[i]);
+    rfi_gr_edge_add(g, part.start, to, (uint8_t)a[last] | (uint32_t)(uint8_t)b[last] << 8);
 }
 
 /* Characters lo to hi; in a JSON string those that it cannot hold as they are come escaped. */

@@ -569,27 +569,6 @@ static void test_failing_ring(void) {
 }
 #endif
 
-#ifdef RF_TEST_EMU
-/* What a session takes of the device's memory is what was forecast, to the byte, and all of it goes back. */
-static void forecast_case(const char *path, const char *device, const rf_session_desc *sd) {
-    rig r = {0};
-    rf_forecast f = {0};
-    CHECK(rf_gguf_open(path, NULL, &r.g, &r.err) == RF_OK && rf_device_open(device, NULL, &r.d, &r.err) == RF_OK &&
-          rf_model_open(r.g, r.d, NULL, &r.m, &r.err) == RF_OK, "%s", r.err.text);
-    /* the model's table of experts, which its first session makes, is no session's and in no forecast */
-    CHECK(rf_session_open(r.m, &(rf_session_desc){.n_ctx = 8}, &r.s, &r.err) == RF_OK, "%s: %s", path, r.err.text);
-    rf_session_close(r.s, NULL), r.s = NULL;
-    const uint64_t before = hip_emu_get_counts().bytes;
-    const rf_result res = rf_model_forecast(r.m, sd, &f, &r.err);
-    CHECK(res == RF_OK && f.plan_bytes > 0 && hip_emu_get_counts().bytes == before, "%s: %s", path, r.err.text);
-    CHECK(rf_session_open(r.m, sd, &r.s, &r.err) == RF_OK, "%s: %s", path, r.err.text);
-    const uint64_t taken = hip_emu_get_counts().bytes - before, want = f.kv_bytes + f.scratch_bytes + f.plan_bytes;
-    CHECK(taken == want, "%s on %s: %llu bytes, forecast %llu", path, device, (unsigned long long)taken, (unsigned long long)want);
-    rf_session_close(r.s, NULL), r.s = NULL;
-    CHECK(hip_emu_get_counts().bytes == before, "%s: memory is left", path);
-    rig_close(&r);
-}
-
 /* ---- drawing tokens ---- */
 
 /* xoroshiro128++: what a sampler with this state draws next. */
@@ -715,6 +694,27 @@ static void test_draws_of_session(void) {
     rig_close(&r);
 }
 
+#ifdef RF_TEST_EMU
+/* What a session takes of the device's memory is what was forecast, to the byte, and all of it goes back. */
+static void forecast_case(const char *path, const char *device, const rf_session_desc *sd) {
+    rig r = {0};
+    rf_forecast f = {0};
+    CHECK(rf_gguf_open(path, NULL, &r.g, &r.err) == RF_OK && rf_device_open(device, NULL, &r.d, &r.err) == RF_OK &&
+          rf_model_open(r.g, r.d, NULL, &r.m, &r.err) == RF_OK, "%s", r.err.text);
+    /* the model's table of experts, which its first session makes, is no session's and in no forecast */
+    CHECK(rf_session_open(r.m, &(rf_session_desc){.n_ctx = 8}, &r.s, &r.err) == RF_OK, "%s: %s", path, r.err.text);
+    rf_session_close(r.s, NULL), r.s = NULL;
+    const uint64_t before = hip_emu_get_counts().bytes;
+    const rf_result res = rf_model_forecast(r.m, sd, &f, &r.err);
+    CHECK(res == RF_OK && f.plan_bytes > 0 && hip_emu_get_counts().bytes == before, "%s: %s", path, r.err.text);
+    CHECK(rf_session_open(r.m, sd, &r.s, &r.err) == RF_OK, "%s: %s", path, r.err.text);
+    const uint64_t taken = hip_emu_get_counts().bytes - before, want = f.kv_bytes + f.scratch_bytes + f.plan_bytes;
+    CHECK(taken == want, "%s on %s: %llu bytes, forecast %llu", path, device, (unsigned long long)taken, (unsigned long long)want);
+    rf_session_close(r.s, NULL), r.s = NULL;
+    CHECK(hip_emu_get_counts().bytes == before, "%s: memory is left", path);
+    rig_close(&r);
+}
+
 static void test_forecast(void) {
     static const char *const files[] = {"examples/shakespeare-5m.gguf", "tests/family/mixtral.gguf", "tests/family/deepseek2-lite.gguf",
                                         "tests/family/qwen35moe.gguf", "tests/family/gemma3-linear.gguf", "tests/family/lfm2moe.gguf"};
@@ -737,9 +737,9 @@ int main(int argc, char **argv) {
     RUN(test_budgets);
     RUN(test_cleared_between);
     RUN(test_experts);
-#ifdef RF_TEST_EMU
     RUN(test_draws);
     RUN(test_draws_of_session);
+#ifdef RF_TEST_EMU
     RUN(test_forecast);
     RUN(test_failing_ring);
     RUN(test_failing_calls);

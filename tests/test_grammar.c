@@ -4,6 +4,7 @@
  * `test_grammar walk SEED`: schemas of the table and random texts that their masks allow, for make_grammar_cases.py check. */
 #include "rocmforge.h"
 #include <math.h>
+#include <time.h>
 #include "grammar_cases.h"
 #include "make_gguf.h"
 #include "rf_test.h"
@@ -250,6 +251,135 @@ static void test_counts(void) {
     }
 }
 
+/* ---- a large vocabulary ---- */
+
+/* A word, number, sign, run of spaces or text in another script, as large vocabularies have them. Returns its bytes; '\1': a space. */
+static uint32_t make_word(uint64_t *state, char *out) {
+    static const char letters[] = "eeeeeeeeeeetttttttttaaaaaaaaooooooooiiiiiiinnnnnnnsssssshhhhhhrrrrrrddddlllluuucccmmmwwffggyyppbbvkjxqz";
+    static const char signs[] = "()[]{}<>=+-*/;:,.!?#$%&@_|~^`'\"\n";
+    uint32_t n = 0;
+#define PICK(n) (*state = *state * 6364136223846793005u + 1442695040888963407u, (uint32_t)(*state >> 33) % (uint32_t)(n))
+    const uint32_t kind = PICK(100), many = kind < 76 ? 1 + PICK(5) + PICK(6) : 1 + PICK(40);
+    if (kind % 5 < 3) out[n++] = '\1';
+    for (uint32_t i = 0; kind < 75 && i < many; i++) out[n++] = (char)(letters[PICK(sizeof letters - 1)] - (PICK(i ? 50 : 5) == 0 ? 32 : 0));
+    for (uint32_t i = 0; kind == 75 && i < many % 4; i++) out[n++] = (char)('0' + PICK(10));
+    for (uint32_t i = 0; kind > 75 && kind < 83 && i <= many % 6; i++) out[n++] = signs[PICK(sizeof signs - 1)];
+    for (uint32_t i = 0; kind == 83 && i < many; i++) out[n++] = "\1\n-="[many % 4];
+    for (uint32_t i = 0; kind > 83 && i <= many % 4; i++) {
+        const uint32_t c = kind % 3 ? 0x430 + PICK(16) : 0x4e00 + PICK(8000);
+        if (c < 0x800) out[n++] = (char)(0xc0 | c >> 6);
+        else out[n++] = (char)(0xe0 | c >> 12), out[n++] = (char)(0x80 | (c >> 6 & 63));
+        out[n++] = (char)(0x80 | (c & 63));
+    }
+#undef PICK
+    if (n == 0) out[n++] = 'a';
+    out[n] = 0;
+    return n;
+}
+
+static int by_time(const void *a, const void *b) {
+    const double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+static int by_text(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
+
+/* Of n tokens: control tokens, bytes and distinct words. */
+static rf_result open_large(uint32_t n, rf_gguf **g, rf_tokenizer **t, mg_buf *file) {
+    char *memory = malloc((size_t)n * 64), **words = malloc(2 * n * sizeof *words), **list = words + n, *end = memory;
+    float *score = calloc(n, sizeof *score);
+    int32_t *type = calloc(n, sizeof *type);
+    uint64_t state = 7;
+    uint32_t n_words = 0, n_list = 0;
+    mg_gguf w;
+    while (n_words < n - 259) { /* distinct ones: sort, drop twins, add again */
+        for (; n_words < n - 259; n_words++) words[n_words] = end, end += make_word(&state, end) + 1;
+        qsort(words, n_words, sizeof *words, by_text);
+        for (uint32_t i = n_words = 0; i < n - 259; i++)
+            if (n_words == 0 || strcmp(words[i], words[n_words - 1]) != 0) words[n_words++] = words[i];
+        if (end - memory > (ptrdiff_t)n * 48) break;
+    }
+    for (; n_list < 259; n_list++) {
+        list[n_list] = end, type[n_list] = n_list < 3 ? 3 : 6;
+        end += sprintf(end, n_list < 3 ? "<s%02X>" : "<0x%02X>", n_list < 3 ? n_list : n_list - 3) + 1;
+    }
+    for (uint32_t i = 0; i < n_words; i++) {
+        const char *from = words[i];
+        list[n_list] = end, type[n_list] = 1, score[n_list++] = -(float)i;
+        for (; *from && end - memory < (ptrdiff_t)n * 64 - 8; from++) {
+            if (*from == '\1') memcpy(end, "\xe2\x96\x81", 3), end += 3;
+            else *end++ = *from;
+        }
+        *end++ = 0;
+    }
+    mg_begin(&w, 3);
+    mg_kv_str(&w, "general.architecture", "llama");
+    mg_kv_str(&w, "tokenizer.ggml.model", "llama");
+    mg_kv_str(&w, "tokenizer.ggml.pre", "default");
+    mg_kv_arr_str(&w, "tokenizer.ggml.tokens", (const char *const *)list, n_list);
+    mg_kv_arr_f32(&w, "tokenizer.ggml.scores", score, n_list);
+    mg_kv_arr_i32(&w, "tokenizer.ggml.token_type", type, n_list);
+    mg_kv_u32(&w, "tokenizer.ggml.bos_token_id", 1);
+    mg_kv_u32(&w, "tokenizer.ggml.eos_token_id", 2);
+    mg_finish(&w, file);
+    free(memory), free(words), free(score), free(type);
+    const rf_result res = rf_gguf_open_memory(file->data, file->n, NULL, g, &r.err);
+    return res == RF_OK ? rf_tokenizer_open(*g, NULL, t, &r.err) : res;
+}
+
+/* Masks of 150,000 tokens at every place of a text: each 97th token tried by itself, and the time that the masks take. */
+static void test_large_vocabulary(void) {
+    static const struct { int json; const char *source, *text; } cases[] = {
+        {0, "root ::= [a-z ]{3,40}", "the king and the queen are in the garden"},
+        {0, "root ::= [^x]{30,60} \"x\"", "So it is, and \xc3\xa9t\xc3\xa9 they said:\nthe king, the queen.x"},
+        {0, "root ::= ([a-z]{2,30} \" \"){1,20} [0-9]{1,3}", "what shall we do with the king who was there before us 12"},
+        {0, "root ::= [a-m]{1,20} [n-z]{1,20}", "abcdefghijklmnopqrstuvwxyz"}, {0, "root ::= [a-zA-Z]+ [.!?] [A-Z ]{0,9} \"x\"?", "Then?A KINGx"},
+        {0, "root ::= [\\u4e00-\\u9fff]{2,30} \"a\"*", "\xe4\xb8\xad\xe6\x96\x87\xe4\xb8\xad\xe6\x96\x87" "aa"},
+        {0, "root ::= ([a-z] [a-z]*){2,40} [A-Z]{0,30}", "thekingandthequeenTHEKING"},
+        {1, "{\"type\":\"string\",\"maxLength\":50}", "\"It was the king's and the \xe2\x82\xac of the world then\""},
+        {1, "{\"type\":\"string\",\"minLength\":20,\"maxLength\":36}", "\"The king and the queen are there.\""},
+        {1, "{\"type\":\"string\",\"pattern\":\"^[a-z]{2,12}@[a-z]{2,12}[.][a-z]{2,3}$\"}", "\"theking@thequeen.org\""},
+        {1, "{\"type\":\"array\",\"maxItems\":5,\"minItems\":2,\"items\":{\"type\":\"string\",\"maxLength\":25}}", "[\"the king\", \"queen\",\"\"]"},
+        {1, "{}", "{\"name\": \"The king, of it\", \"age\": 123.5e3, \"tags\": [\"a b\", null]}"}};
+    rf_gguf *file = NULL;
+    rf_tokenizer *t = NULL, *const before = (rf_tokenizer *)(uintptr_t)tokenizer;
+    mg_buf bytes = {0};
+    REQUIRE(open_large(150000, &file, &t, &bytes) == RF_OK, "%s", r.err.text);
+    const uint32_t n_tokens = rf_tokenizer_get_info(t).n_vocab;
+    double times[600], worst = 0;
+    uint32_t n_times = 0, n_wrong = 0, n_allowed = 0;
+    tokenizer = t;
+    for (size_t i = 0; i < RFT_COUNT(cases); i++) {
+        const char *text = cases[i].text;
+        rf_grammar *g = open_grammar(cases[i].json ? RF_GRAMMAR_JSON_SCHEMA : RF_GRAMMAR_GBNF, cases[i].source, NULL);
+        REQUIRE(g, "%s: %s", cases[i].source, r.err.text);
+        rf_grammar_matcher *m = open_matcher(g, 1);
+        for (size_t k = 0; k <= strlen(text); k++) {
+            const uint64_t *mask = NULL;
+            REQUIRE(judge(m, text, k) >= 0, "%s: %.*s", cases[i].source, (int)k, text);
+            if (((unsigned char)text[k] & 0xc0) == 0x80) continue;
+            const clock_t start = clock();
+            REQUIRE(rf_grammar_matcher_get_mask(m, &mask, &r.err) == RF_OK, "%s", r.err.text);
+            times[n_times] = (double)(clock() - start) / CLOCKS_PER_SEC;
+            if (times[n_times] > worst) worst = times[n_times];
+            n_times++;
+            for (uint32_t id = (uint32_t)(k % 97); id < n_tokens; id += 97) {
+                const int allowed = rf_grammar_matcher_accept(m, (int32_t)id, NULL) == RF_OK;
+                if (allowed && rf_token_is_end(t, (int32_t)id)) rf_grammar_matcher_reset(m), judge(m, text, k);
+                else if (allowed) REQUIRE(rf_grammar_matcher_rollback(m, 1, &r.err) == RF_OK, "%s", r.err.text);
+                n_wrong += allowed != has(mask, (int32_t)id), n_allowed += (uint32_t)allowed;
+            }
+        }
+        CHECK(n_wrong == 0, "%s: %u tokens", cases[i].source, n_wrong);
+        close_both(g, m);
+    }
+    tokenizer = before;
+    qsort(times, n_times, sizeof *times, by_time);
+    printf("    %u tokens, %u masks: median %.0f us, worst %.0f us\n", n_tokens, n_times, 1e6 * times[n_times / 2], 1e6 * worst);
+    CHECK(n_tokens > 145000 && n_allowed > 20000 && worst < 0.05, "%u tokens, %u allowed, %g s", n_tokens, n_allowed, worst);
+    CHECK(rf_tokenizer_close(t, NULL) == RF_OK && rf_gguf_close(file, NULL) == RF_OK);
+    mg_free(&bytes);
+}
+
 /* Tokens of single bytes lead through a character byte by byte. */
 static void test_bytes(void) {
     rf_grammar *g = open_grammar(RF_GRAMMAR_GBNF, "root ::= [\\u20ac\\u00e9]", NULL);
@@ -483,6 +613,7 @@ int main(int argc, char **argv) {
     RUN(test_errors);
     RUN(test_masks);
     RUN(test_counts);
+    RUN(test_large_vocabulary);
     RUN(test_bytes);
     RUN(test_walks);
     RUN(test_rollback);
