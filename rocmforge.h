@@ -18427,7 +18427,7 @@ static rf_result rfi_eval_segments(rf_session *s, uint32_t first, uint32_t last,
     return RF_OK;
 }
 
-#define RFI_WHOLE_STEP_ROWS 8u
+#define RFI_WHOLE_STEP_ROWS 32u
 
 /* Micro-batches that are submitted before the first of them is done: on a group of GPUs one for each member and one
  * more, if all weights have their place; else the host learns something in the middle of each. */

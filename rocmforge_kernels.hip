@@ -10346,15 +10346,16 @@ static void rfk_defer_norms(rf_prepared *p) {
     }
 }
 
-/* Splits of a decode step's attention: two blocks a compute unit. */
+/* Splits of a decode step's attention: as many blocks a compute unit as fit at once. */
 static void rfk_choose_decode_splits(rf_prepared *p) {
-    uint32_t kv_heads = 0;
+    uint32_t kv_heads = 0, fit = 2;
     for (uint32_t i = 0; i < p->n_fused; i++) {
         if (p->fused[i].kind != RFK_FUSED_ATTENTION) continue;
         const rf_attention_params *a = &p->plan->ops[p->fused[i].attention].attention;
         if (a->n_kv_heads > kv_heads) kv_heads = a->n_kv_heads;
+        if (a->n_heads / a->n_kv_heads > 4) fit = 1; /* as rfk_decode_attention's registers allow */
     }
-    p->decode_splits = kv_heads ? rfk_ceil_div(2 * (uint64_t)p->dev->info.compute_units, kv_heads) : 1;
+    p->decode_splits = kv_heads ? rfk_ceil_div(fit * (uint64_t)p->dev->info.compute_units, kv_heads) : 1;
     if (p->decode_splits > RFK_DECODE_SPLITS) p->decode_splits = RFK_DECODE_SPLITS;
     if (p->decode_splits == 0) p->decode_splits = 1;
 }
