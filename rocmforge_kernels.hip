@@ -721,6 +721,7 @@ template <> struct rfk_format<RF_TYPE_IQ4_XS> {
 };
 
 template <> struct rfk_format<RF_TYPE_MXFP4> {
+    static const int OFFSET = 0, HAS_MIN = 0, SCALES = 1;
     RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
         r.a = rfk_load16(w.plane[0] + (block + u) * 16);
         r.c = w.plane[1][block + u];
@@ -2923,211 +2924,6 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_experts_float(rfk
     if (lane == 0) rfk_put_pair(a, pair, expert, row, sum);
 }
 
-/* ---- mixtures ----
- * Experts of a decode step, the shared experts as one more choice if there are any: from the products of the gates and
- * of what they multiply to their activation, or from there to the weighted sum (down). */
-
-#define RFK_MIXTURE_CHOICES 17u /* at most, the shared experts included */
-struct rfk_mixture_args {
-    rfk_experts_args e;        /* gates or down; e.x: floats; down: e.out is the sum */
-    uint32_t is_down;
-    rfk_route_args choose;     /* logits NULL: the route is there; else it is made here and goes to choose.out */
-    const rfk_weight *w2;      /* what the gates multiply */
-    const uint8_t *bias2, *factor2;
-    uint32_t bias2_type, factor2_type, row2, activation;
-    rfk_weight shared[2];      /* gate and up, or down */
-    uint32_t n_shared;         /* rows of gate, or columns of down; 0: no shared experts */
-    const float *shared_x;     /* down: their input */
-    float *shared_out;         /* results of their activation */
-    const float *share;        /* down: their weight before the sigmoid; NULL: 1 */
-    uint32_t shared_stride, share_stride;
-    float scale, shared_scale; /* down */
-    uint32_t accumulate;       /* down: add to e.out */
-};
-
-struct rfk_mixture_shared {
-    rfk_weight w[2][RFK_MIXTURE_CHOICES]; /* of the choices */
-    uint32_t id[RFK_MIXTURE_CHOICES];
-    float weight[RFK_MIXTURE_CHOICES];
-};
-
-/* Quantize what the row's experts read into `column`: `all` values, the last n_shared of them for the shared experts if
- * down. Called by all waves but the first. */
-template <int WAVE>
-RFK_DEVICE void rfk_fill_columns(const rfk_mixture_args &a, const rfk_int8_rows &column, uint32_t all) {
-    const uint32_t n = a.is_down ? all - a.n_shared : all;
-    const float *from = a.e.x + (size_t)blockIdx.y * a.e.x_stride,
-                *shared = a.shared_x + (size_t)blockIdx.y * a.shared_stride;
-    for (uint32_t first = 0; first < all / 4; first += blockDim.x - WAVE) {
-        const uint32_t i = first + threadIdx.x - WAVE;
-        float x[4] = {0, 0, 0, 0};
-        if (4 * i < n) rfk_get4(from, i, n, x);
-        else if (4 * i < all) rfk_get4(shared, i - n / 4, a.n_shared, x);
-        rfk_quantize4<WAVE>(column, 0, all, i, x, 4 * i < all);
-    }
-}
-
-/* The choices of the row and their matrices, by one wave. The shared experts' are copied apart: clang would join both
- * copies to one, which reads the kernel's arguments from private memory. */
-template <int WAVE> RFK_DEVICE void rfk_find_choices(const rfk_mixture_args &a, rfk_mixture_shared &s) {
-    const uint32_t k = threadIdx.x % WAVE, n_used = a.e.n_used;
-    if (k == 0 && a.n_shared) {
-        s.w[0][n_used] = a.shared[0], s.w[1][n_used] = a.shared[1];
-        s.weight[n_used] =
-            a.share ? 1.0f / (1.0f + expf(-a.share[(size_t)blockIdx.y * a.share_stride])) : 1.0f;
-    }
-    if (a.choose.logits) {
-        rfk_choose<WAVE>(a.choose, blockIdx.y, s.id, s.weight);
-    } else if (k < n_used) {
-        const float *route = a.e.route + (size_t)blockIdx.y * a.e.route_stride;
-        s.id[k] = reinterpret_cast<const uint32_t *>(route)[k];
-        s.weight[k] = route[n_used + k];
-    }
-    if (k < n_used) {
-        const uint32_t id = s.id[k];
-        s.w[0][k] = a.e.w[id];
-        if (!a.is_down) s.w[1][k] = a.w2[id];
-        if (a.choose.logits && blockIdx.x == 0) {
-            float *out = a.choose.out + (size_t)blockIdx.y * a.choose.out_stride;
-            reinterpret_cast<uint32_t *>(out)[k] = id;
-            out[n_used + k] = s.weight[k];
-        }
-    }
-}
-
-/* What a wave computes next: row `row` of the results of `choice`, two dot products, or of the sum, a dot product for
- * each choice. kept: the gate, or the sum so far. */
-struct rfk_mixture_item {
-    uint32_t choice, row, n_dots;
-    float kept;
-};
-
-/* A dot product's matrix, its row there, its column, and their units. */
-struct rfk_mixture_dot {
-    const rfk_weight *w;
-    uint32_t row, column, n_units;
-};
-RFK_DEVICE rfk_mixture_dot rfk_dot_of(const rfk_mixture_args &a, const rfk_mixture_shared &s,
-                                      const rfk_mixture_item &item, uint32_t i) {
-    const uint32_t k = a.is_down ? i : item.choice, second = a.is_down ? 0 : i;
-    const bool shared = k == a.e.n_used;
-    rfk_mixture_dot o;
-    o.w = &s.w[second][k];
-    o.row = item.row + (shared ? 0 : second ? a.row2 : a.e.row0);
-    o.column = a.is_down ? k * a.e.n_in : 0;
-    o.n_units = (shared && a.is_down ? a.n_shared : a.e.n_in) / 32;
-    return o;
-}
-
-/* Use dot product i of an item. All lanes have its sum. */
-RFK_DEVICE void rfk_mixture_done(const rfk_mixture_args &a, const rfk_mixture_shared &s, rfk_mixture_item &item,
-                                 uint32_t i, float v, uint32_t lane) {
-    const uint32_t k = a.is_down ? i : item.choice, row = item.row;
-    const bool shared = k == a.e.n_used, second = !a.is_down && i; /* shared experts have no factor and no bias */
-    const uint8_t *factor = second ? a.factor2 : a.e.factor, *bias = second ? a.bias2 : a.e.bias;
-    if (factor && !shared) v *= rfk_load_any(factor, second ? a.factor2_type : a.e.factor_type, s.id[k]);
-    if (bias && !shared)
-        v += rfk_load_any(bias, second ? a.bias2_type : a.e.bias_type, (size_t)s.id[k] * a.e.n_out + row);
-    if (!a.is_down) {
-        if (i == 0) {
-            item.kept = v;
-            return;
-        }
-        v = a.activation == RF_ACT_OAI ? rfk_activate_oai(item.kept, v) : rfk_activate(a.activation, item.kept) * v;
-        float *out = shared ? a.shared_out + (size_t)blockIdx.y * a.shared_stride
-                            : a.e.out + (size_t)blockIdx.y * a.e.out_stride + (size_t)k * a.e.out_choice;
-        if (lane == 0) out[row] = v;
-        return;
-    }
-    if (!shared) item.kept += s.weight[k] * v;
-    if (i + 1 != item.n_dots || lane != 0) return;
-    float *out = a.e.out + (size_t)blockIdx.y * a.e.out_stride + row, sum = a.scale * item.kept;
-    if (shared) sum += a.shared_scale * (s.weight[k] * v);
-    *out = a.accumulate ? *out + sum : sum;
-}
-
-/* Units of a lane that are loaded at once, before the first is used. */
-#define RFK_UNITS_AT_ONCE(TYPE) \
-    ((TYPE) == RF_TYPE_Q4_K || (TYPE) == RF_TYPE_Q4_0 || (TYPE) == RF_TYPE_Q4_1 || (TYPE) == RF_TYPE_Q5_0 ? 4 : 2)
-#if defined(ROCMFORGE_HIP_EMU)
-#define RFK_MIXTURE_BLOCK 256u
-#else
-#define RFK_MIXTURE_BLOCK 768u /* 80 registers a thread on NVIDIA: one block fills a multiprocessor */
-#endif
-
-/* The dot products of an item, one after the other. A lane takes unit lane + k * WAVE of each row, of n_units in the
- * longest one: several loads are in flight, of this row and the next. No break in the loops over `raw`: clang would
- * not unroll them, and raw would lie in private memory. */
-template <int TYPE, int WAVE>
-RFK_DEVICE void rfk_mixture_dots(const rfk_mixture_args &a, const rfk_mixture_shared &s, rfk_mixture_item &item,
-                                 uint32_t n_units, const rfk_int8_rows &x) {
-    typedef rfk_format<TYPE> F;
-    const int AT_ONCE = RFK_UNITS_AT_ONCE(TYPE);
-    const uint32_t lane = threadIdx.x % WAVE, n_dots = item.n_dots;
-    uint32_t i = 0, first = 0, next_i = 0, next = 0; /* dot product and its unit of lane 0: used, loaded */
-    float sum = 0;
-    while (i < n_dots) {
-        rfk_raw raw[AT_ONCE];
-        RFK_UNROLL(4)
-        for (int j = 0; j < AT_ONCE; j++) {
-            if (next_i < n_dots) {
-                const rfk_mixture_dot d = rfk_dot_of(a, s, item, next_i);
-                const size_t block = (size_t)d.row * (d.n_units * 32 / F::BLOCK);
-                if (next + lane < d.n_units && d.w->plane[0]) F::fetch(*d.w, block, next + lane, raw[j]);
-                next += WAVE;
-                if (next >= n_units) next = 0, next_i++;
-            }
-        }
-        RFK_UNROLL(4)
-        for (int j = 0; j < AT_ONCE; j++) {
-            if (i < n_dots) {
-                const rfk_mixture_dot d = rfk_dot_of(a, s, item, i);
-                const uint32_t u = first + lane;
-                if (!d.w->plane[0]) sum = NAN; /* an expert that is not loaded must not go unnoticed */
-                else if (u < d.n_units) {
-                    rfk_unit unit;
-                    F::unpack(raw[j], u, unit);
-                    sum += rfk_unit_dot<TYPE>(unit, x.q + d.column / 4, x.group + d.column / 32, rfk_unit_at<TYPE>(u));
-                }
-                first += WAVE;
-                if (first >= n_units) {
-                    rfk_mixture_done(a, s, item, i, rfk_wave_sum<WAVE>(sum), lane);
-                    sum = 0, first = 0, i++;
-                }
-            }
-        }
-    }
-}
-
-/* grid [blocks, rows]   block RFK_MIXTURE_BLOCK, waves take results in turn   LDS 1.25 bytes a value of the columns
- *   reads W once per row */
-template <int TYPE, int WAVE>
-static __global__ void RFK_RESIDENT(RFK_MIXTURE_BLOCK, 1) rfk_mixture(rfk_mixture_args a) {
-    if (!RFK_RUNS_WAVE(WAVE)) return;
-    RFK_SHARED(rfk_mixture_shared, s);
-    RFK_DYNAMIC(int4, column);
-    const uint32_t waves = blockDim.x / WAVE, n_used = a.e.n_used,
-                   values = a.is_down ? n_used * a.e.n_in + a.n_shared : a.e.n_in,
-                   n = a.is_down ? a.e.n_out : n_used * a.e.n_out + a.n_shared,
-                   n_units = (a.is_down && a.n_shared > a.e.n_in ? a.n_shared : a.e.n_in) / 32;
-    rfk_int8_rows x = a.e.x8;
-    x.q = reinterpret_cast<int *>(column);
-    x.group = reinterpret_cast<rfk_group *>(x.q + values / 4);
-    rfk_wait_previous();
-    if (threadIdx.x < WAVE) rfk_find_choices<WAVE>(a, s);
-    else rfk_fill_columns<WAVE>(a, x, values);
-    __syncthreads();
-    for (uint32_t i = blockIdx.x * waves + threadIdx.x / WAVE; i < n; i += gridDim.x * waves) {
-        rfk_mixture_item item = {0, i, n_used + (a.n_shared ? 1u : 0u), 0};
-        if (!a.is_down) {
-            item.choice = i / a.e.n_out < n_used ? i / a.e.n_out : n_used;
-            item.row = i - item.choice * a.e.n_out;
-            item.n_dots = 2;
-        }
-        rfk_mixture_dots<TYPE, WAVE>(a, s, item, n_units, x);
-    }
-}
-
 /* ---- pairs ----
  * Pairs sorted by expert, then by row and choice, and cut into tiles of up to RFK_PAIR_TILE pairs. An expert with pairs
  * [first, end) owns tiles [first / RFK_PAIR_TILE + expert, end / RFK_PAIR_TILE + expert + 1): at least as many as it
@@ -3942,6 +3738,319 @@ static __global__ void RFK_RESIDENT(RFK_FUSED_BLOCK, RFK_FUSED_RESIDENT) rfk_fus
     default: break;
     }
 #undef RFK_FUSED_CASE
+}
+
+/* ---- mixtures ----
+ * Experts of a decode step, the shared experts as one more choice if there are any: from the products of the gates and
+ * of what they multiply to their activation, or from there to the weighted sum (down). Waves take results in turn,
+ * lanes fragments, as in the fused matvec. The sum is one long dot product: of the chosen experts' rows, one behind the
+ * other, and of what each reads, multiplied by the expert's weight. */
+
+#define RFK_MIXTURE_CHOICES 17u /* at most, the shared experts included */
+struct rfk_mixture_args {
+    rfk_experts_args e;        /* gates or down; e.x: floats; down: e.out is the sum */
+    uint32_t is_down;
+    rfk_route_args choose;     /* logits NULL: the route is there; else it is made here and goes to choose.out */
+    const rfk_weight *w2;      /* what the gates multiply */
+    const uint8_t *bias2, *factor2;
+    uint32_t bias2_type, factor2_type, row2, activation;
+    rfk_weight shared[2];      /* gate and up, or down */
+    uint32_t n_shared;         /* rows of gate, or columns of down; 0: no shared experts */
+    const float *shared_x;     /* down: their input */
+    float *shared_out;         /* results of their activation */
+    const float *share;        /* down: their weight before the sigmoid; NULL: 1 */
+    uint32_t shared_stride, share_stride;
+    float scale, shared_scale; /* down */
+    uint32_t accumulate;       /* down: add to e.out */
+};
+
+struct rfk_mixture_shared {
+    rfk_weight w[2][RFK_MIXTURE_CHOICES]; /* of the choices */
+    uint32_t id[RFK_MIXTURE_CHOICES];
+    float weight[RFK_MIXTURE_CHOICES];    /* down: of a choice in the sum */
+    float factor[2][RFK_MIXTURE_CHOICES]; /* of the products; NaN: an expert that is not loaded must not go unnoticed */
+};
+
+/* How a lane reads a type: fragments of 64, or for the other types units of 32, whose column has two pieces and a
+ * scale. */
+template <int TYPE> struct rfk_mixture_reads {
+    static const int VALUES = 32, ORDER = RFK_ORDER_LINEAR;
+    typedef rfk_raw loaded;
+    template <int WAVE> RFK_DEVICE void fetch(const rfk_weight &w, uint32_t row, uint32_t n_in, uint32_t u, loaded &raw) {
+        rfk_format<TYPE>::fetch(w, 0, row * (n_in / 32) + u, raw);
+    }
+    RFK_DEVICE float dot(const loaded &raw, const rfk_column &c, uint32_t u, uint32_t lane, float total) {
+        typedef rfk_format<TYPE> F;
+        const int4 x[2] = {c.piece[u], c.piece[c.n_fragments + u]};
+        const float d = c.scale[u];
+        rfk_unit unit;
+        F::unpack(raw, lane, unit); /* units of a block are in adjacent lanes */
+        const int first = rfk_dot16(unit.q, x[0], RFK_DOT_START);
+        if (F::SCALES == 1 && !F::HAS_MIN)
+            return rfk_fma(rfk_mul(unit.d[0], d), rfk_dot_to_float(rfk_dot16(unit.q + 4, x[1], first)), total);
+        float sum = rfk_fma(unit.d[1], rfk_dot_to_float(rfk_dot16(unit.q + 4, x[1], RFK_DOT_START)),
+                            rfk_mul(unit.d[0], rfk_dot_to_float(first)));
+        if (F::HAS_MIN) {
+            const int ones[4] = {0x01010101, 0x01010101, 0x01010101, 0x01010101};
+            sum -= rfk_fma(unit.m[1], (float)rfk_dot16(ones, x[1], 0),
+                           rfk_mul(unit.m[0], (float)rfk_dot16(ones, x[0], 0)));
+        }
+        return rfk_fma(d, sum, total);
+    }
+};
+template <int TYPE> struct rfk_mixture_reads64 {
+    static const int VALUES = 64, ORDER = rfk_fragments<TYPE>::ORDER;
+    typedef typename rfk_fragments<TYPE>::loaded loaded;
+    template <int WAVE> RFK_DEVICE void fetch(const rfk_weight &w, uint32_t row, uint32_t n_in, uint32_t i, loaded &raw) {
+        rfk_fragment_at at;
+        rfk_fragments<TYPE>::template begin<WAVE>(row, n_in, i, at);
+        rfk_fragments<TYPE>::fetch(w, at, raw);
+    }
+    RFK_DEVICE float dot(const loaded &raw, const rfk_column &c, uint32_t i, uint32_t lane, float total) {
+        rfk_fragment_x x;
+        rfk_load_x<TYPE>(c, i, x);
+        return rfk_dot_fragment<TYPE>(raw, x, lane, total);
+    }
+};
+#define RFK_MIXTURE_TYPES64(X)                                                                                        \
+    X(RF_TYPE_Q4_0) X(RF_TYPE_Q4_1) X(RF_TYPE_Q5_0) X(RF_TYPE_Q5_1) X(RF_TYPE_Q4_K) X(RF_TYPE_Q5_K) X(RF_TYPE_Q6_K)
+#define RFK_READS64(TYPE) template <> struct rfk_mixture_reads<TYPE> : rfk_mixture_reads64<TYPE> {};
+RFK_MIXTURE_TYPES64(RFK_READS64)
+#undef RFK_READS64
+
+/* Fragments or units of a lane in flight. */
+#define RFK_MIXTURE_IN_FLIGHT(TYPE) ((TYPE) == RF_TYPE_Q4_K ? 3 : 2)
+#if defined(ROCMFORGE_HIP_EMU)
+#define RFK_MIXTURE_BLOCK 256u
+#else
+#define RFK_MIXTURE_BLOCK 768u /* 80 registers a thread on NVIDIA: one block fills a multiprocessor */
+#endif
+
+/* Values 4i .. 4i + 3 of what the row's experts read; down: the last n_shared of all are the shared experts'. */
+RFK_DEVICE void rfk_mixture_x(const rfk_mixture_args &a, uint32_t i, uint32_t all, float *x) {
+    const uint32_t n = a.is_down ? all - a.n_shared : all;
+    x[0] = x[1] = x[2] = x[3] = 0;
+    if (4 * i < n) rfk_get4(a.e.x + (size_t)blockIdx.y * a.e.x_stride, i, n, x);
+    else if (4 * i < all) rfk_get4(a.shared_x + (size_t)blockIdx.y * a.shared_stride, i - n / 4, a.n_shared, x);
+}
+
+/* The column of `values` values. */
+template <int TYPE, int WAVE>
+RFK_DEVICE void rfk_mixture_column(rfk_column &c, int4 *memory, uint32_t values) {
+    typedef rfk_mixture_reads<TYPE> R;
+    c.n_fragments = values / R::VALUES;
+    c.piece = memory;
+    c.scale = reinterpret_cast<float *>(memory + R::VALUES / 16 * c.n_fragments);
+    c.start = c.scale + 4 * c.n_fragments;
+    c.order = R::ORDER;
+    c.wave = WAVE;
+    c.has_min = rfk_format<TYPE>::HAS_MIN;
+    c.offset = rfk_format<TYPE>::OFFSET;
+}
+
+/* Quantize them into the column. All lanes of a wave take part. */
+template <int TYPE, int WAVE>
+RFK_DEVICE void rfk_mixture_quantize(const rfk_mixture_args &a, const rfk_mixture_shared &s, const rfk_column &c,
+                                     uint32_t i, uint32_t all, const float *x) {
+    float d;
+    int sum, packed = rfk_quantize_lane<WAVE>(x, &d, &sum), other = rfk_shuffle_xor<WAVE>(sum, 4);
+    if (4 * i >= all) return;
+    if (a.is_down) {
+        const uint32_t k = 4 * i / a.e.n_in;
+        d = rfk_mul(d, s.weight[k < a.e.n_used ? k : a.e.n_used]);
+    }
+    uint32_t piece = i / 4 % 2, fragment = i / 8;
+    if (rfk_mixture_reads<TYPE>::VALUES == 64) {
+        fragment = rfk_chunk_fragment(c, i / 4, &piece);
+        if (i % 4 == 0) rfk_put_scale(c, i / 4, d, sum, sum + other);
+    } else if (i % 8 == 0) c.scale[fragment] = d;
+    reinterpret_cast<int *>(c.piece + piece * c.n_fragments + fragment)[i % 4] = packed;
+}
+
+/* The choices of the row and their matrices, by one wave. The shared experts' are copied apart: clang would join both
+ * copies to one, which reads the kernel's arguments from private memory. */
+template <int WAVE> RFK_DEVICE void rfk_find_choices(const rfk_mixture_args &a, rfk_mixture_shared &s) {
+    const uint32_t k = threadIdx.x % WAVE, n_used = a.e.n_used;
+    if (k == 0 && a.n_shared) {
+        s.w[0][n_used] = a.shared[0], s.w[1][n_used] = a.shared[1];
+        s.factor[0][n_used] = s.factor[1][n_used] = 1; /* shared experts have no factor and no bias */
+        s.weight[n_used] =
+            a.shared_scale * (a.share ? 1.0f / (1.0f + expf(-a.share[(size_t)blockIdx.y * a.share_stride])) : 1.0f);
+    }
+    if (a.choose.logits) {
+        rfk_choose<WAVE>(a.choose, blockIdx.y, s.id, s.weight);
+    } else if (k < n_used) {
+        const float *route = a.e.route + (size_t)blockIdx.y * a.e.route_stride;
+        s.id[k] = reinterpret_cast<const uint32_t *>(route)[k];
+        s.weight[k] = route[n_used + k];
+    }
+    if (k >= n_used) return;
+    const uint32_t id = s.id[k];
+    const rfk_weight w = a.e.w[id];
+    float factor = a.e.factor ? rfk_load_any(a.e.factor, a.e.factor_type, id) : 1.0f;
+    if (a.choose.logits && blockIdx.x == 0) {
+        float *out = a.choose.out + (size_t)blockIdx.y * a.choose.out_stride;
+        reinterpret_cast<uint32_t *>(out)[k] = id;
+        out[n_used + k] = s.weight[k];
+    }
+    s.w[0][k] = w;
+    s.factor[0][k] = w.plane[0] ? factor : NAN;
+    if (a.is_down) {
+        s.weight[k] *= a.scale;
+        s.factor[1][k] = s.weight[k]; /* of the bias */
+        s.weight[k] *= s.factor[0][k];
+        return;
+    }
+    const rfk_weight w2 = a.w2[id];
+    factor = a.factor2 ? rfk_load_any(a.factor2, a.factor2_type, id) : 1.0f;
+    s.w[1][k] = w2;
+    s.factor[1][k] = w2.plane[0] ? factor : NAN;
+}
+
+/* Where a wave is: result `item`, and a slot of it: a fragment of each lane. `rounds` slots are a dot product of
+ * n_fragments; down: all choices' and the shared experts', `all` fragments. */
+struct rfk_mixture_cursor {
+    uint32_t item, slot;
+};
+struct rfk_mixture_shape {
+    uint32_t n_items, step, n_fragments, all, rounds, slots;
+};
+RFK_DEVICE void rfk_mixture_next(rfk_mixture_cursor &at, const rfk_mixture_shape &shape) {
+    if (++at.slot < shape.slots) return;
+    at.slot = 0;
+    at.item += shape.step;
+}
+
+/* Load the lane's fragment of a slot. */
+template <int TYPE, int WAVE>
+RFK_DEVICE void rfk_mixture_fetch(const rfk_mixture_args &a, const rfk_mixture_shared &s, const rfk_mixture_shape &shape,
+                                  const rfk_mixture_cursor &at, typename rfk_mixture_reads<TYPE>::loaded &raw) {
+    if (at.item >= shape.n_items) return;
+    const uint32_t n_used = a.e.n_used, second = !a.is_down && at.slot >= shape.rounds;
+    uint32_t i = (second ? at.slot - shape.rounds : at.slot) * WAVE + threadIdx.x % WAVE, k, row = at.item;
+    if (i >= shape.all) return;
+    k = a.is_down ? i / shape.n_fragments : row / a.e.n_out;
+    if (k > n_used) k = n_used;
+    if (a.is_down) i -= k * shape.n_fragments;
+    else row -= k * a.e.n_out;
+    if (k < n_used) row += second ? a.row2 : a.e.row0;
+    const rfk_weight &w = s.w[second][k];
+    if (w.plane[0])
+        rfk_mixture_reads<TYPE>::template fetch<WAVE>(w, row, a.is_down && k == n_used ? a.n_shared : a.e.n_in, i, raw);
+}
+
+/* The result of an item, from its lanes' sums: of the gate and of what it multiplies, or of the weighted sum. bias: of
+ * lane 0 the gate's, of lane 1 the other's; down: of lane k choice k's. */
+template <int WAVE>
+RFK_DEVICE void rfk_mixture_done(const rfk_mixture_args &a, const rfk_mixture_shared &s, uint32_t item, float gate,
+                                 float sum, float bias) {
+    const uint32_t lane = threadIdx.x % WAVE;
+    if (a.is_down) {
+        sum = rfk_wave_sum<WAVE>(sum + bias);
+        float *out = a.e.out + (size_t)blockIdx.y * a.e.out_stride + item;
+        if (lane == 0) *out = a.accumulate ? *out + sum : sum;
+        return;
+    }
+    const uint32_t k = item / a.e.n_out < a.e.n_used ? item / a.e.n_out : a.e.n_used, row = item - k * a.e.n_out;
+    gate = rfk_wave_sum<WAVE>(gate);
+    sum = rfk_wave_sum<WAVE>(sum);
+    const float other = rfk_shuffle_xor<WAVE>(bias, 1);
+    if (lane != 0) return;
+    gate = rfk_fma(gate, s.factor[0][k], bias), sum = rfk_fma(sum, s.factor[1][k], other);
+    float *out = k == a.e.n_used ? a.shared_out + (size_t)blockIdx.y * a.shared_stride
+                                 : a.e.out + (size_t)blockIdx.y * a.e.out_stride + (size_t)k * a.e.out_choice;
+    out[row] = a.activation == RF_ACT_OAI ? rfk_activate_oai(gate, sum) : rfk_activate(a.activation, gate) * sum;
+}
+
+/* The bias of an item, as rfk_mixture_done wants it. */
+RFK_DEVICE float rfk_mixture_bias(const rfk_mixture_args &a, const rfk_mixture_shared &s, uint32_t item, uint32_t lane) {
+    const uint8_t *bias = !a.is_down && lane == 1 ? a.bias2 : a.e.bias;
+    const uint32_t k = a.is_down ? lane : item / a.e.n_out, row = a.is_down ? item : item - k * a.e.n_out;
+    if (!bias || k >= a.e.n_used || (!a.is_down && lane > 1)) return 0;
+    const float v = rfk_load_any(bias, !a.is_down && lane == 1 ? a.bias2_type : a.e.bias_type,
+                                 (size_t)s.id[k] * a.e.n_out + row);
+    return a.is_down ? rfk_mul(v, s.factor[1][k]) : v;
+}
+
+/* The wave's results, from the first on, whose first fragments are loaded or on their way. */
+template <int TYPE, int WAVE>
+RFK_DEVICE void rfk_mixture_items(const rfk_mixture_args &a, const rfk_mixture_shared &s,
+                                  const rfk_mixture_shape &shape, const rfk_column &c,
+                                  typename rfk_mixture_reads<TYPE>::loaded *raw, rfk_mixture_cursor ahead) {
+    const int IN_FLIGHT = RFK_MIXTURE_IN_FLIGHT(TYPE);
+    const uint32_t lane = threadIdx.x % WAVE;
+    rfk_mixture_cursor at = {blockIdx.x * (blockDim.x / WAVE) + threadIdx.x / WAVE, 0};
+    float gate = 0, sum = 0, bias = 0;
+    while (at.item < shape.n_items) {
+        RFK_UNROLL(4)
+        for (int j = 0; j < IN_FLIGHT; j++) {
+            if (at.item < shape.n_items) {
+                const uint32_t second = !a.is_down && at.slot >= shape.rounds,
+                               i = (second ? at.slot - shape.rounds : at.slot) * WAVE + lane;
+                if (at.slot == 0) bias = rfk_mixture_bias(a, s, at.item, lane);
+                if (second && at.slot == shape.rounds) gate = sum, sum = 0;
+                if (i < shape.all) sum = rfk_mixture_reads<TYPE>::dot(raw[j], c, i, lane, sum);
+                rfk_mixture_fetch<TYPE, WAVE>(a, s, shape, ahead, raw[j]);
+                rfk_mixture_next(ahead, shape);
+                const uint32_t item = at.item;
+                rfk_mixture_next(at, shape);
+                if (at.slot == 0) {
+                    rfk_mixture_done<WAVE>(a, s, item, gate, sum, bias);
+                    sum = 0;
+                }
+            }
+        }
+    }
+}
+
+/* grid [blocks, rows]   block up to RFK_MIXTURE_BLOCK, at least two waves   LDS 1.5 bytes a value of the column
+ *   reads W once per row */
+template <int TYPE, int WAVE>
+static __global__ void RFK_RESIDENT(RFK_MIXTURE_BLOCK, 1) rfk_mixture(rfk_mixture_args a) {
+    if (!RFK_RUNS_WAVE(WAVE)) return;
+    typedef rfk_mixture_reads<TYPE> R;
+    const int IN_FLIGHT = RFK_MIXTURE_IN_FLIGHT(TYPE);
+    const uint32_t AT_ONCE = 4; /* loads of a thread that are on their way while the choices are found */
+    RFK_SHARED(rfk_mixture_shared, s);
+    RFK_DYNAMIC(int4, memory);
+    const uint32_t waves = blockDim.x / WAVE, n_used = a.e.n_used, fillers = blockDim.x - WAVE,
+                   values = a.is_down ? n_used * a.e.n_in + a.n_shared : a.e.n_in;
+    rfk_mixture_shape shape;
+    shape.n_items = a.is_down ? a.e.n_out : n_used * a.e.n_out + a.n_shared;
+    shape.step = gridDim.x * waves;
+    shape.n_fragments = a.e.n_in / R::VALUES;
+    shape.all = values / R::VALUES;
+    shape.rounds = (shape.all + WAVE - 1) / WAVE;
+    shape.slots = a.is_down ? shape.rounds : 2 * shape.rounds;
+    rfk_column c;
+    rfk_mixture_column<TYPE, WAVE>(c, memory, values);
+    rfk_wait_previous();
+    const uint32_t thread = threadIdx.x - WAVE;
+    float x[AT_ONCE][4];
+    if (threadIdx.x < WAVE) rfk_find_choices<WAVE>(a, s);
+    else {
+        RFK_UNROLL(4)
+        for (uint32_t k = 0; k < AT_ONCE; k++) rfk_mixture_x(a, thread + k * fillers, values, x[k]);
+    }
+    __syncthreads(); /* the choices and their weights */
+    rfk_mixture_cursor ahead = {blockIdx.x * waves + threadIdx.x / WAVE, 0};
+    typename R::loaded raw[IN_FLIGHT];
+    RFK_UNROLL(4)
+    for (int j = 0; j < IN_FLIGHT; j++) {
+        rfk_mixture_fetch<TYPE, WAVE>(a, s, shape, ahead, raw[j]);
+        rfk_mixture_next(ahead, shape);
+    }
+    if (threadIdx.x >= WAVE) {
+        RFK_UNROLL(4)
+        for (uint32_t k = 0; k < AT_ONCE; k++)
+            rfk_mixture_quantize<TYPE, WAVE>(a, s, c, thread + k * fillers, values, x[k]);
+        for (uint32_t first = AT_ONCE * fillers; first < values / 4; first += fillers) {
+            rfk_mixture_x(a, first + thread, values, x[0]);
+            rfk_mixture_quantize<TYPE, WAVE>(a, s, c, first + thread, values, x[0]);
+        }
+    }
+    __syncthreads();
+    rfk_mixture_items<TYPE, WAVE>(a, s, shape, c, raw, ahead);
 }
 
 /* ---- matrix units ----
@@ -10204,8 +10313,18 @@ static int rfk_is_glu_of(const rf_op *g, const rf_op *a, const rf_op *b, uint32_
            a->out != b->out && rfk_is_mixture_activation(g->glu.activation);
 }
 
-static uint32_t rfk_kernel_type_of(const rf_plan *plan, const rf_op *op) {
-    return rfk_kernel_type(plan->weights[op->weight].type);
+/* The type that the mixtures' kernels are chosen by, and the values of their fragments. */
+static uint32_t rfk_mixture_type(const rf_plan *plan, const rf_op *op) {
+    const uint32_t type = plan->weights[op->weight].type;
+    return type == RF_TYPE_MXFP4 ? type : rfk_kernel_type(type);
+}
+static uint32_t rfk_mixture_values(uint32_t type) {
+#define RFK_VALUES_CASE(TYPE) case TYPE:
+    switch (type) {
+        RFK_MIXTURE_TYPES64(RFK_VALUES_CASE) return 64;
+    default: return 32;
+    }
+#undef RFK_VALUES_CASE
 }
 
 /* Match the shared experts from op i on, as one more choice of a mixture of `up` and `down`: gate, up and activation,
@@ -10215,13 +10334,14 @@ static uint32_t rfk_match_shared(const rf_plan *plan, uint32_t i, uint32_t end, 
     if (i + 4 > end || a[0].kind != RF_OP_MATMUL || a[1].kind != RF_OP_MATMUL || d->kind != RF_OP_MATMUL) return 0;
     const uint32_t n = a->matmul.n_out;
     int ok = a[0].in == e->in && a[1].in == e->in && a->out != e->out && a->out != e->in2 && a->out != mix->out &&
-             a->rows == e->rows && a[1].matmul.n_out == n && n % 32 == 0 &&
+             a->rows == e->rows && a[1].matmul.n_out == n &&
+             n % rfk_mixture_values(rfk_mixture_type(plan, &ops[down->first])) == 0 &&
              a->matmul.n_in == e->experts.n_in && rfk_is_glu_of(&a[2], &a[0], &a[1], n) &&
              a[2].glu.activation == ops[up->glu].glu.activation && d->in == a[2].out && d->matmul.n_in == n &&
              d->matmul.n_out == mix->mix.n && !(d->flags & ~RF_OP_ACCUMULATE) && d->matmul.softcap == 0;
     for (uint32_t k = 0; k < 4 && ok; k += k == 1 ? 2 : 1)
         ok = a[k].bias == RF_NONE && a[k].factor == RF_NONE && a[k].matmul.first_row == 0 &&
-             rfk_kernel_type_of(plan, &a[k]) == rfk_kernel_type_of(plan, k == 3 ? &ops[down->first] : e) &&
+             rfk_mixture_type(plan, &a[k]) == rfk_mixture_type(plan, k == 3 ? &ops[down->first] : e) &&
              (k == 3 || rfk_is_plain_matmul(&a[k]));
     if (!ok || !rfk_is_dead(plan, i + 4, a[0].out) || !rfk_is_dead(plan, i + 3, a[1].out)) return 0;
     up->shared[0] = i, up->shared[1] = i + 1;
@@ -10239,7 +10359,7 @@ static uint32_t rfk_match_shared(const rf_plan *plan, uint32_t i, uint32_t end, 
 }
 
 /* Bytes of shared memory for n values of columns. */
-static uint32_t rfk_columns_bytes(uint32_t n) { return n + n / 32 * (uint32_t)sizeof(rfk_group); }
+static uint32_t rfk_columns_bytes(uint32_t n) { return n + n / 2; }
 #define RFK_COLUMNS_BYTES (44u * 1024u)
 
 /* Match a mixture from op i on: gate, up, activation, down and the weighted sum of the chosen experts.   Returns
@@ -10250,7 +10370,7 @@ static int rfk_match_mixture(const rf_prepared *p, uint32_t i, uint32_t end, rfk
     if (i + 5 > end || e[0].kind != RF_OP_EXPERTS || e[1].kind != RF_OP_EXPERTS || d->kind != RF_OP_EXPERTS ||
         mix->kind != RF_OP_MIX || mix->mix.n_out)
         return 0;
-    const uint32_t n = e->experts.n_out, n_used = e->experts.n_used, type = rfk_kernel_type_of(plan, e);
+    const uint32_t n = e->experts.n_out, n_used = e->experts.n_used, type = rfk_mixture_type(plan, e);
     *up = rfk_no_launch(RFK_FUSED_UP, i);
     *down = rfk_no_launch(RFK_FUSED_DOWN, i + 3);
     up->n_ops = 3, down->n_ops = 2;
@@ -10260,11 +10380,12 @@ static int rfk_match_mixture(const rf_prepared *p, uint32_t i, uint32_t end, rfk
         up->choice = i - 1;
     int ok = e->rows == RF_ROWS_TOKENS && e[0].flags == 0 && e[1].flags == 0 && e[1].in == e->in &&
              e[1].in2 == e->in2 && e[1].experts.n_out == n && e[1].experts.n_in == e->experts.n_in &&
-             rfk_kernel_type_of(plan, &e[1]) == type && !rfk_is_float_type(type) && e->in != e->out &&
-             e->in != e[1].out && n % 32 == 0 &&
+             rfk_mixture_type(plan, &e[1]) == type && !rfk_is_float_type(type) && e->in != e->out &&
+             e->in != e[1].out && e->experts.n_in % rfk_mixture_values(type) == 0 &&
+             n % rfk_mixture_values(rfk_mixture_type(plan, d)) == 0 &&
              n_used < RFK_MIXTURE_CHOICES && rfk_is_glu_of(&e[2], &e[0], &e[1], n_used * n) &&
              d->flags == RF_OP_PER_CHOICE && d->in == e->out && d->in2 == e->in2 && d->experts.n_in == n &&
-             !rfk_is_float_type(rfk_kernel_type_of(plan, d)) && mix->in == d->out && mix->in2 == e->in2 &&
+             !rfk_is_float_type(rfk_mixture_type(plan, d)) && mix->in == d->out && mix->in2 == e->in2 &&
              mix->mix.n == d->experts.n_out && mix->mix.n_used == n_used && !(mix->flags & RF_OP_SIGMOID) &&
              mix->out != e->in && mix->out != e->out && mix->out != e->in2 &&
              rfk_columns_bytes(e->experts.n_in) <= RFK_COLUMNS_BYTES;
@@ -11959,8 +12080,9 @@ static int rfk_makes_route(const rf_prepared *p, uint32_t i) {
 typedef void (*rfk_mixture_kernel)(rfk_mixture_args);
 template <int WAVE> static rfk_mixture_kernel rfk_find_mixture(uint32_t type) {
 #define RFK_QUANTIZED_CASE(TYPE) case TYPE: return rfk_mixture<RFK_BUILT(TYPE), WAVE>;
-    switch (rfk_kernel_type(type)) {
+    switch (type) {
         RFK_QUANTIZED_TYPES(RFK_QUANTIZED_CASE)
+        RFK_QUANTIZED_CASE(RF_TYPE_MXFP4)
     default: return NULL; /* rfk_match_mixture lets none through */
     }
 #undef RFK_QUANTIZED_CASE
@@ -12008,11 +12130,14 @@ static rf_result rfk_run_mixture(rfk_launching *l, const rfk_fused *f) {
             if (f->share != RF_NONE) a.share = p->ops[f->share].in2, a.share_stride = p->ops[f->share].in2_stride;
         }
     }
-    const uint32_t type = p->plan->weights[op->weight].type, waves = RFK_MIXTURE_BLOCK / p->dev->wave,
+    const uint32_t type = rfk_mixture_type(p->plan, op), max = RFK_MIXTURE_BLOCK / p->dev->wave,
                    values = a.is_down ? a.e.n_used * a.e.n_in + a.n_shared : a.e.n_in,
                    results = a.is_down ? a.e.n_out : a.e.n_used * a.e.n_out + a.n_shared,
-                   blocks = rfk_ceil_div(results, waves), units = p->dev->info.compute_units / l->n_rows;
-    const rfk_config c = {dim3(blocks < units ? blocks : units ? units : 1, l->n_rows), dim3(RFK_MIXTURE_BLOCK),
+                   units = p->dev->info.compute_units / l->n_rows ? p->dev->info.compute_units / l->n_rows : 1,
+                   rounds = rfk_ceil_div(results, units * max),      /* results of a wave */
+                   wanted = rfk_ceil_div(results, units * rounds),   /* waves of a block */
+                   waves = wanted < 2 ? 2 : wanted;
+    const rfk_config c = {dim3(rfk_ceil_div(results, waves * rounds), l->n_rows), dim3(waves * p->dev->wave),
                           rfk_columns_bytes(values), rfk_starts_early(l), l->q->stream};
     return rfk_enqueue_config(l, RFK_BY_WAVE(l, rfk_find_mixture<32>(type), rfk_find_mixture<64>(type)), c, a);
 }
