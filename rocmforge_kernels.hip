@@ -2114,22 +2114,30 @@ template <int WAVE> RFK_DEVICE void rfk_route_groups(rfk_route_shared &s, const 
     for (uint32_t i = threadIdx.x; i < a.n_experts; i += WAVE) s.taken[i] = !s.out[i / size];
     __syncthreads();
 }
-/* The weights of the chosen experts, or their softmax, normalized and scaled as the op says. `chosen` is overwritten.
- * One lane. */
-RFK_DEVICE void rfk_route_weights(float *chosen, const rfk_route_args &a, float *weights) {
+/* The weights of the chosen experts, or their softmax, normalized and scaled as the op says, a lane each, by one wave.
+ * `chosen` is overwritten. */
+template <int WAVE> RFK_DEVICE void rfk_route_weights(float *chosen, const rfk_route_args &a, float *weights) {
     float top = -INFINITY, sum = 0;
+    const uint32_t lane = threadIdx.x % WAVE;
     if (a.flags & RF_OP_CHOSEN) {
         for (uint32_t k = 0; k < a.n_used; k++) top = chosen[k] > top ? chosen[k] : top;
-        for (uint32_t k = 0; k < a.n_used; k++) sum += chosen[k] = expf(chosen[k] - top);
-        for (uint32_t k = 0; k < a.n_used; k++) chosen[k] /= sum;
+        rfk_sync_lanes<WAVE>();
+        for (uint32_t k = lane; k < a.n_used; k += WAVE) chosen[k] = expf(chosen[k] - top);
+        rfk_sync_lanes<WAVE>();
+        for (uint32_t k = 0; k < a.n_used; k++) sum += chosen[k];
+        rfk_sync_lanes<WAVE>();
+        for (uint32_t k = lane; k < a.n_used; k += WAVE) chosen[k] /= sum;
+        rfk_sync_lanes<WAVE>();
     }
     sum = 0;
     for (uint32_t k = 0; k < a.n_used; k++) sum += chosen[k];
     if (!(sum > 6.103515625e-5f)) sum = 6.103515625e-5f;
-    for (uint32_t k = 0; k < a.n_used; k++) {
+    rfk_sync_lanes<WAVE>();
+    for (uint32_t k = lane; k < a.n_used; k += WAVE) {
         float weight = a.flags & RF_OP_NORMALIZE ? chosen[k] / sum : chosen[k];
         weights[k] = a.scale != 0 ? weight * a.scale : weight;
     }
+    rfk_sync_lanes<WAVE>();
 }
 template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_route(rfk_route_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
@@ -2162,7 +2170,7 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_route(rfk_route
         }
         __syncthreads();
     }
-    if (threadIdx.x == 0) rfk_route_weights(s.weight, a, out + a.n_used);
+    rfk_route_weights<WAVE>(s.weight, a, out + a.n_used);
 }
 
 /* The same for a row without groups, by one wave of a block: ids and weights to shared memory. Scores are compared as
@@ -2213,8 +2221,7 @@ RFK_DEVICE void rfk_choose(const rfk_route_args &a, uint32_t row, uint32_t *ids,
         if (id == chosen) ids[k] = chosen, weights[k] = weight;
     }
     rfk_sync_lanes<WAVE>();
-    if (lane == 0) rfk_route_weights(weights, a, weights);
-    rfk_sync_lanes<WAVE>();
+    rfk_route_weights<WAVE>(weights, a, weights);
 }
 
 /* out (+)= scale * sum over the chosen experts of weight * in, in order of choice.
@@ -3819,7 +3826,7 @@ RFK_MIXTURE_TYPES64(RFK_READS64)
 #undef RFK_READS64
 
 /* Fragments or units of a lane in flight. */
-#define RFK_MIXTURE_IN_FLIGHT(TYPE) ((TYPE) == RF_TYPE_Q4_K ? 3 : 2)
+#define RFK_MIXTURE_IN_FLIGHT(TYPE) ((TYPE) == RF_TYPE_Q4_K ? 3 : (TYPE) == RF_TYPE_Q5_K ? 1 : 2)
 #if defined(ROCMFORGE_HIP_EMU)
 #define RFK_MIXTURE_BLOCK 256u
 #else
@@ -3886,25 +3893,23 @@ template <int WAVE> RFK_DEVICE void rfk_find_choices(const rfk_mixture_args &a, 
     }
     if (k >= n_used) return;
     const uint32_t id = s.id[k];
-    const rfk_weight w = a.e.w[id];
+    s.w[0][k] = a.e.w[id];
+    if (!a.is_down) s.w[1][k] = a.w2[id];
     float factor = a.e.factor ? rfk_load_any(a.e.factor, a.e.factor_type, id) : 1.0f;
     if (a.choose.logits && blockIdx.x == 0) {
         float *out = a.choose.out + (size_t)blockIdx.y * a.choose.out_stride;
         reinterpret_cast<uint32_t *>(out)[k] = id;
         out[n_used + k] = s.weight[k];
     }
-    s.w[0][k] = w;
-    s.factor[0][k] = w.plane[0] ? factor : NAN;
+    s.factor[0][k] = s.w[0][k].plane[0] ? factor : NAN;
     if (a.is_down) {
         s.weight[k] *= a.scale;
         s.factor[1][k] = s.weight[k]; /* of the bias */
         s.weight[k] *= s.factor[0][k];
         return;
     }
-    const rfk_weight w2 = a.w2[id];
     factor = a.factor2 ? rfk_load_any(a.factor2, a.factor2_type, id) : 1.0f;
-    s.w[1][k] = w2;
-    s.factor[1][k] = w2.plane[0] ? factor : NAN;
+    s.factor[1][k] = s.w[1][k].plane[0] ? factor : NAN;
 }
 
 /* Where a wave is: result `item`, and a slot of it: a fragment of each lane. `rounds` slots are a dot product of
@@ -8073,6 +8078,7 @@ template <class KV, bool PLAIN, int G, int PER> struct rfk_decode_shape {
 template <int G, int PER> struct rfk_decode_shared {
     alignas(16) float x[G + 2][PER * 8];  /* the queries, the new key, the new value */
     alignas(16) float join[RFK_DECODE_JOIN]; /* [query][wave] weighted sums */
+    float norm[2][PER * 8];               /* weights of the norms of queries and keys */
     float peak[G][8][2];                  /* [query][wave] maximum, sum of weights */
     uint32_t is_last, n_splits;           /* here for lack of registers */
 };
@@ -8097,45 +8103,68 @@ RFK_DEVICE void rfk_decode_pair(rfk_decode_pairs<WAVE, PER> &o, const rfk_decode
     }
 }
 
+/* To s.norm: the weights of the norms, before rfk_wait_previous. */
+template <int G, int PER>
+RFK_DEVICE void rfk_decode_norms(rfk_decode_shared<G, PER> &s, const rfk_decode_attention_args &a) {
+    RFK_UNROLL(1)
+    for (uint32_t i = threadIdx.x; i < 2 * a.head_dim; i += RFK_BLOCK) {
+        const uint32_t key = i >= a.head_dim, e = key ? i - a.head_dim : i;
+        if (key ? a.norm[1] : a.norm[0])
+            s.norm[key][e] = rfk_load_any(key ? a.norm[1] : a.norm[0], key ? a.norm_type[1] : a.norm_type[0], e);
+    }
+    __syncthreads();
+}
+
 /* To s.x: the KV head's queries, normed, rotated and scaled, and the new key and value if this block owns them, a wave
  * each. Scores are exponents of 2. */
 template <int WAVE, int G, int PER>
 RFK_DEVICE void rfk_decode_queries(rfk_decode_shared<G, PER> &s, const rfk_decode_attention_args &a, uint32_t kv_head,
                                 uint32_t group, bool owns_key, const rfk_decode_pairs<WAVE, PER> &pairs) {
+    const int N = rfk_decode_pairs<WAVE, PER>::N, WAVES = RFK_BLOCK / WAVE, AT_ONCE = G + 2 > WAVES ? 2 : 1;
     const uint32_t lane = threadIdx.x % WAVE;
     RFK_UNROLL(1)
-    for (uint32_t h = threadIdx.x / WAVE; h < (uint32_t)G + 2; h += RFK_BLOCK / WAVE) {
-        const bool key = h == G, value = h == G + 1, wanted = h < G ? h < group : owns_key;
-        const float *from = value ? a.v + (size_t)blockIdx.z * a.v_stride
-                            : key ? a.k + (size_t)blockIdx.z * a.k_stride
-                                  : a.q + (size_t)blockIdx.z * a.q_stride;
-        from += (h < G ? (size_t)kv_head * group + h : kv_head) * a.head_dim;
-        const uint8_t *norm = value ? NULL : key ? a.norm[1] : a.norm[0];
-        float x0[rfk_decode_pairs<WAVE, PER>::N], x1[rfk_decode_pairs<WAVE, PER>::N], sum = 0, factor = 1;
-        RFK_UNROLL(4)
-        for (uint32_t k = 0; k < (uint32_t)rfk_decode_pairs<WAVE, PER>::N; k++) {
-            bool inside = wanted && 2 * (lane + k * WAVE) < a.head_dim;
-            x0[k] = inside ? from[pairs.first[k]] : 0.0f;
-            x1[k] = inside ? from[pairs.second[k]] : 0.0f;
-            sum += rfk_fma(x0[k], x0[k], rfk_mul(x1[k], x1[k]));
-        }
-        if (norm) {
-            sum = rfk_wave_sum<WAVE>(sum);
-            factor = 1.0f / sqrtf(sum / (float)a.head_dim + (key ? a.eps[1] : a.eps[0]));
-        }
-        const float scale = h < G ? a.scale * RFK_LOG2_E : 1.0f;
-        RFK_UNROLL(4)
-        for (uint32_t k = 0; k < (uint32_t)rfk_decode_pairs<WAVE, PER>::N; k++) {
-            const uint32_t i = lane + k * WAVE, first = pairs.first[k], second = pairs.second[k];
-            if (i >= PER * 4) continue;
-            if (norm && 2 * i < a.head_dim) {
-                const uint32_t type = key ? a.norm_type[1] : a.norm_type[0];
-                x0[k] = x0[k] * factor * rfk_load_any(norm, type, first);
-                x1[k] = x1[k] * factor * rfk_load_any(norm, type, second);
+    for (uint32_t h0 = threadIdx.x / WAVE; h0 < (uint32_t)G + 2; h0 += AT_ONCE * WAVES) {
+        float x0[AT_ONCE][N], x1[AT_ONCE][N];
+        RFK_UNROLL(2)
+        for (uint32_t j = 0; j < (uint32_t)AT_ONCE; j++) {
+            const uint32_t h = h0 + j * WAVES;
+            const bool wanted = h < G ? h < group : owns_key && h < G + 2;
+            const float *from = h > G    ? a.v + (size_t)blockIdx.z * a.v_stride
+                                : h == G ? a.k + (size_t)blockIdx.z * a.k_stride
+                                         : a.q + (size_t)blockIdx.z * a.q_stride;
+            from += (h < G ? (size_t)kv_head * group + h : kv_head) * a.head_dim;
+            RFK_UNROLL(4)
+            for (uint32_t k = 0; k < (uint32_t)N; k++) {
+                bool inside = wanted && 2 * (lane + k * WAVE) < a.head_dim;
+                x0[j][k] = inside ? from[pairs.first[k]] : 0.0f;
+                x1[j][k] = inside ? from[pairs.second[k]] : 0.0f;
             }
-            const float c = value ? 1.0f : pairs.c[k], sine = value ? 0.0f : pairs.s[k];
-            s.x[h][first] = rfk_fma(x0[k], c, -rfk_mul(x1[k], sine)) * scale;
-            s.x[h][second] = rfk_fma(x0[k], sine, rfk_mul(x1[k], c)) * scale;
+        }
+        RFK_UNROLL(2)
+        for (uint32_t j = 0; j < (uint32_t)AT_ONCE; j++) {
+            const uint32_t h = h0 + j * WAVES;
+            if (h >= G + 2) continue;
+            const bool key = h == G, value = h == G + 1, norm = !value && (key ? a.norm[1] : a.norm[0]);
+            float sum = 0, factor = 1;
+            RFK_UNROLL(4)
+            for (uint32_t k = 0; k < (uint32_t)N; k++) sum += rfk_fma(x0[j][k], x0[j][k], rfk_mul(x1[j][k], x1[j][k]));
+            if (norm) {
+                sum = rfk_wave_sum<WAVE>(sum);
+                factor = 1.0f / sqrtf(sum / (float)a.head_dim + (key ? a.eps[1] : a.eps[0]));
+            }
+            const float scale = h < G ? a.scale * RFK_LOG2_E : 1.0f;
+            RFK_UNROLL(4)
+            for (uint32_t k = 0; k < (uint32_t)N; k++) {
+                const uint32_t i = lane + k * WAVE, first = pairs.first[k], second = pairs.second[k];
+                if (i >= PER * 4) continue;
+                if (norm && 2 * i < a.head_dim) {
+                    x0[j][k] = x0[j][k] * factor * s.norm[key][first];
+                    x1[j][k] = x1[j][k] * factor * s.norm[key][second];
+                }
+                const float c = value ? 1.0f : pairs.c[k], sine = value ? 0.0f : pairs.s[k];
+                s.x[h][first] = rfk_fma(x0[j][k], c, -rfk_mul(x1[j][k], sine)) * scale;
+                s.x[h][second] = rfk_fma(x0[j][k], sine, rfk_mul(x1[j][k], c)) * scale;
+            }
         }
     }
 }
@@ -8534,6 +8563,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_decode_keys(rfk_decode_attenti
     const rf_step_row row = a.rows[blockIdx.z];
     rfk_decode_pairs<WAVE, PER> pairs;
     rfk_decode_pair<WAVE, PER>(pairs, a);
+    rfk_decode_norms<1, PER>(s, a);
     rfk_wait_previous();
     rfk_decode_queries<WAVE, 1, PER>(s, a, blockIdx.x, 0, true, pairs);
     __syncthreads();
@@ -8589,6 +8619,7 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_decode_atten
         work.sum = lane % S::LANES == 0 ? 1.0f : 0.0f;
     }
     if (threadIdx.x == 0) s.n_splits = n_splits;
+    rfk_decode_norms<G, PER>(s, a);
     if (!a.is_stored) rfk_wait_previous();
     rfk_decode_queries<WAVE, G, PER>(s, a, kv_head, group, owns_key, pairs);
     __syncthreads();
@@ -12302,7 +12333,6 @@ static rf_result rfk_run_each(rf_prepared *p, rf_queue *q, const rf_step *step, 
 static rf_result rfk_run_fused(rf_prepared *p, rf_queue *q, const rf_step *step, uint32_t i, rf_error *err) {
     const rfk_fused *f = &p->fused[i];
     rfk_launching l = rfk_begin_launch(p, q, step, err);
-    const int few = step->n_rows <= RFK_FEW_MAX;
     l.n_rows = step->n_rows;
     if (i == p->fused_begin) { /* first of all: attention reads them before rfk_wait_previous */
         rf_result r = rfk_run_angles(&l);
@@ -12312,9 +12342,9 @@ static rf_result rfk_run_fused(rf_prepared *p, rf_queue *q, const rf_step *step,
         return p->plan->ops[f->products].rows == RF_ROWS_LOGITS && step->n_logits == 0 ? RF_OK
                                                                                         : rfk_run_fused_matvec(&l, f);
     if (f->kind == RFK_FUSED_ATTENTION && !rfk_has_runs(step)) return rfk_run_decode_attention(&l, f);
-    if (f->kind == RFK_FUSED_NORM_DOTS && few) return rfk_run_norm_dots(&l, f);
-    if ((f->kind == RFK_FUSED_UP || f->kind == RFK_FUSED_DOWN) && few) return rfk_run_mixture(&l, f);
-    if (f->kind == RFK_FUSED_OP && few && rfk_makes_route(p, i + 1)) return RF_OK;
+    if (f->kind == RFK_FUSED_NORM_DOTS) return rfk_run_norm_dots(&l, f);
+    if (f->kind == RFK_FUSED_UP || f->kind == RFK_FUSED_DOWN) return rfk_run_mixture(&l, f);
+    if (f->kind == RFK_FUSED_OP && rfk_makes_route(p, i + 1)) return RF_OK;
     return rfk_run_each(p, q, step, f, err);
 }
 
