@@ -3826,7 +3826,8 @@ RFK_MIXTURE_TYPES64(RFK_READS64)
 #undef RFK_READS64
 
 /* Fragments or units of a lane in flight. */
-#define RFK_MIXTURE_IN_FLIGHT(TYPE) ((TYPE) == RF_TYPE_Q4_K ? 3 : (TYPE) == RF_TYPE_Q5_K ? 1 : 2)
+#define RFK_MIXTURE_IN_FLIGHT(TYPE) \
+    ((TYPE) == RF_TYPE_MXFP4 ? 4 : (TYPE) == RF_TYPE_Q5_K || (TYPE) == RFK_OTHER16 ? 1 : 2)
 #if defined(ROCMFORGE_HIP_EMU)
 #define RFK_MIXTURE_BLOCK 256u
 #else
@@ -3912,99 +3913,118 @@ template <int WAVE> RFK_DEVICE void rfk_find_choices(const rfk_mixture_args &a, 
     s.factor[1][k] = s.w[1][k].plane[0] ? factor : NAN;
 }
 
-/* Where a wave is: result `item`, and a slot of it: a fragment of each lane. `rounds` slots are a dot product of
- * n_fragments; down: all choices' and the shared experts', `all` fragments. */
-struct rfk_mixture_cursor {
-    uint32_t item, slot;
-};
+/* What the waves of a block compute: n_items results, `step` from a wave's one to its next. A result is one dot product
+ * of n_fragments (down: of all choices' and the shared experts', `all`), or two, `rounds` fragments of a lane each. */
 struct rfk_mixture_shape {
-    uint32_t n_items, step, n_fragments, all, rounds, slots;
+    uint32_t n_items, first, step, n_fragments, all, rounds;
+    float inverse; /* 1 / n_fragments */
 };
-RFK_DEVICE void rfk_mixture_next(rfk_mixture_cursor &at, const rfk_mixture_shape &shape) {
-    if (++at.slot < shape.slots) return;
-    at.slot = 0;
-    at.item += shape.step;
+/* Where a wave is: the results that are left to it, the dot product, its round, and the matrix (not down) and row. */
+struct rfk_mixture_cursor {
+    uint32_t left, second, round, k, row;
+};
+RFK_DEVICE void rfk_mixture_row(const rfk_mixture_args &a, rfk_mixture_cursor &at) {
+    while (!a.is_down && at.k < a.e.n_used && at.row >= a.e.n_out) at.row -= a.e.n_out, at.k++;
+}
+RFK_DEVICE rfk_mixture_cursor rfk_mixture_begin(const rfk_mixture_args &a, const rfk_mixture_shape &shape) {
+    rfk_mixture_cursor at = {0, 0, 0, 0, shape.first};
+    if (shape.first < shape.n_items) at.left = (shape.n_items - shape.first + shape.step - 1) / shape.step;
+    rfk_mixture_row(a, at);
+    return at;
+}
+/* Returns whether the result is complete. */
+RFK_DEVICE bool rfk_mixture_next(const rfk_mixture_args &a, const rfk_mixture_shape &shape, rfk_mixture_cursor &at) {
+    if (++at.round < shape.rounds) return false;
+    at.round = 0;
+    at.second = !a.is_down && !at.second;
+    if (at.second) return false;
+    at.left--;
+    at.row += shape.step;
+    rfk_mixture_row(a, at);
+    return true;
 }
 
-/* Load the lane's fragment of a slot. */
+/* Load the lane's fragment of a round. */
 template <int TYPE, int WAVE>
 RFK_DEVICE void rfk_mixture_fetch(const rfk_mixture_args &a, const rfk_mixture_shared &s, const rfk_mixture_shape &shape,
                                   const rfk_mixture_cursor &at, typename rfk_mixture_reads<TYPE>::loaded &raw) {
-    if (at.item >= shape.n_items) return;
-    const uint32_t n_used = a.e.n_used, second = !a.is_down && at.slot >= shape.rounds;
-    uint32_t i = (second ? at.slot - shape.rounds : at.slot) * WAVE + threadIdx.x % WAVE, k, row = at.item;
+    uint32_t i = at.round * WAVE + threadIdx.x % WAVE, k = at.k, n_in = a.e.n_in;
     if (i >= shape.all) return;
-    k = a.is_down ? i / shape.n_fragments : row / a.e.n_out;
-    if (k > n_used) k = n_used;
-    if (a.is_down) i -= k * shape.n_fragments;
-    else row -= k * a.e.n_out;
-    if (k < n_used) row += second ? a.row2 : a.e.row0;
-    const rfk_weight &w = s.w[second][k];
-    if (w.plane[0])
-        rfk_mixture_reads<TYPE>::template fetch<WAVE>(w, row, a.is_down && k == n_used ? a.n_shared : a.e.n_in, i, raw);
+    if (a.is_down) {
+        k = (uint32_t)(((float)i + 0.5f) * shape.inverse);
+        if (k >= a.e.n_used) k = a.e.n_used, n_in = a.n_shared;
+        i -= k * shape.n_fragments;
+    }
+    const uint32_t row = at.row + (k == a.e.n_used ? 0 : at.second ? a.row2 : a.e.row0);
+    const rfk_weight &w = s.w[at.second][k];
+    if (w.plane[0]) rfk_mixture_reads<TYPE>::template fetch<WAVE>(w, row, n_in, i, raw);
 }
 
-/* The result of an item, from its lanes' sums: of the gate and of what it multiplies, or of the weighted sum. bias: of
- * lane 0 the gate's, of lane 1 the other's; down: of lane k choice k's. */
-template <int WAVE>
-RFK_DEVICE void rfk_mixture_done(const rfk_mixture_args &a, const rfk_mixture_shared &s, uint32_t item, float gate,
-                                 float sum, float bias) {
-    const uint32_t lane = threadIdx.x % WAVE;
+/* Sums over the wave of two values, in every lane. */
+template <int WAVE> RFK_DEVICE void rfk_wave_sums(float *x, float *y) {
+    const bool odd = threadIdx.x % 2;
+    float v = (odd ? *y : *x) + rfk_shuffle_xor<WAVE>(odd ? *x : *y, 1);
+    for (int mask = 2; mask < WAVE; mask *= 2) v += rfk_shuffle_xor<WAVE>(v, mask);
+    *x = rfk_shuffle<WAVE>(v, 0), *y = rfk_shuffle<WAVE>(v, 1);
+}
+
+/* Store a result: of the gate and of what it multiplies, or of the weighted sum. A lane each. */
+RFK_DEVICE void rfk_mixture_put(const rfk_mixture_args &a, const rfk_mixture_shared &s, uint32_t item, float gate,
+                                float sum) {
+    const uint32_t n_used = a.e.n_used;
     if (a.is_down) {
-        sum = rfk_wave_sum<WAVE>(sum + bias);
+        for (uint32_t k = 0; a.e.bias && k < n_used; k++)
+            sum += s.factor[1][k] * rfk_load_any(a.e.bias, a.e.bias_type, (size_t)s.id[k] * a.e.n_out + item);
         float *out = a.e.out + (size_t)blockIdx.y * a.e.out_stride + item;
-        if (lane == 0) *out = a.accumulate ? *out + sum : sum;
+        *out = a.accumulate ? *out + sum : sum;
         return;
     }
-    const uint32_t k = item / a.e.n_out < a.e.n_used ? item / a.e.n_out : a.e.n_used, row = item - k * a.e.n_out;
-    gate = rfk_wave_sum<WAVE>(gate);
-    sum = rfk_wave_sum<WAVE>(sum);
-    const float other = rfk_shuffle_xor<WAVE>(bias, 1);
-    if (lane != 0) return;
-    gate = rfk_fma(gate, s.factor[0][k], bias), sum = rfk_fma(sum, s.factor[1][k], other);
-    float *out = k == a.e.n_used ? a.shared_out + (size_t)blockIdx.y * a.shared_stride
-                                 : a.e.out + (size_t)blockIdx.y * a.e.out_stride + (size_t)k * a.e.out_choice;
+    const uint32_t k = item / a.e.n_out < n_used ? item / a.e.n_out : n_used, row = item - k * a.e.n_out;
+    gate *= s.factor[0][k], sum *= s.factor[1][k];
+    if (k < n_used) {
+        const size_t at = (size_t)s.id[k] * a.e.n_out + row;
+        if (a.e.bias) gate += rfk_load_any(a.e.bias, a.e.bias_type, at);
+        if (a.bias2) sum += rfk_load_any(a.bias2, a.bias2_type, at);
+    }
+    float *out = k == n_used ? a.shared_out + (size_t)blockIdx.y * a.shared_stride
+                             : a.e.out + (size_t)blockIdx.y * a.e.out_stride + (size_t)k * a.e.out_choice;
     out[row] = a.activation == RF_ACT_OAI ? rfk_activate_oai(gate, sum) : rfk_activate(a.activation, gate) * sum;
 }
 
-/* The bias of an item, as rfk_mixture_done wants it. */
-RFK_DEVICE float rfk_mixture_bias(const rfk_mixture_args &a, const rfk_mixture_shared &s, uint32_t item, uint32_t lane) {
-    const uint8_t *bias = !a.is_down && lane == 1 ? a.bias2 : a.e.bias;
-    const uint32_t k = a.is_down ? lane : item / a.e.n_out, row = a.is_down ? item : item - k * a.e.n_out;
-    if (!bias || k >= a.e.n_used || (!a.is_down && lane > 1)) return 0;
-    const float v = rfk_load_any(bias, !a.is_down && lane == 1 ? a.bias2_type : a.e.bias_type,
-                                 (size_t)s.id[k] * a.e.n_out + row);
-    return a.is_down ? rfk_mul(v, s.factor[1][k]) : v;
-}
-
-/* The wave's results, from the first on, whose first fragments are loaded or on their way. */
+/* The wave's results, whose first fragments are on their way. Lane i keeps the sums of the i-th one since results were
+ * stored. */
 template <int TYPE, int WAVE>
 RFK_DEVICE void rfk_mixture_items(const rfk_mixture_args &a, const rfk_mixture_shared &s,
                                   const rfk_mixture_shape &shape, const rfk_column &c,
                                   typename rfk_mixture_reads<TYPE>::loaded *raw, rfk_mixture_cursor ahead) {
     const int IN_FLIGHT = RFK_MIXTURE_IN_FLIGHT(TYPE);
     const uint32_t lane = threadIdx.x % WAVE;
-    rfk_mixture_cursor at = {blockIdx.x * (blockDim.x / WAVE) + threadIdx.x / WAVE, 0};
-    float gate = 0, sum = 0, bias = 0;
-    while (at.item < shape.n_items) {
+    rfk_mixture_cursor at = rfk_mixture_begin(a, shape);
+    float gate = 0, sum = 0, kept_gate = 0, kept = 0;
+    uint32_t n_kept = 0, item = shape.first;
+    while (at.left) {
         RFK_UNROLL(4)
         for (int j = 0; j < IN_FLIGHT; j++) {
-            if (at.item < shape.n_items) {
-                const uint32_t second = !a.is_down && at.slot >= shape.rounds,
-                               i = (second ? at.slot - shape.rounds : at.slot) * WAVE + lane;
-                if (at.slot == 0) bias = rfk_mixture_bias(a, s, at.item, lane);
-                if (second && at.slot == shape.rounds) gate = sum, sum = 0;
+            if (at.left) {
+                const uint32_t i = at.round * WAVE + lane;
+                if (at.second && at.round == 0) gate = sum, sum = 0;
                 if (i < shape.all) sum = rfk_mixture_reads<TYPE>::dot(raw[j], c, i, lane, sum);
-                rfk_mixture_fetch<TYPE, WAVE>(a, s, shape, ahead, raw[j]);
-                rfk_mixture_next(ahead, shape);
-                const uint32_t item = at.item;
-                rfk_mixture_next(at, shape);
-                if (at.slot == 0) {
-                    rfk_mixture_done<WAVE>(a, s, item, gate, sum, bias);
-                    sum = 0;
+                if (ahead.left) {
+                    rfk_mixture_fetch<TYPE, WAVE>(a, s, shape, ahead, raw[j]);
+                    (void)rfk_mixture_next(a, shape, ahead);
+                }
+                if (rfk_mixture_next(a, shape, at)) {
+                    if (a.is_down) sum = rfk_wave_sum<WAVE>(sum);
+                    else rfk_wave_sums<WAVE>(&gate, &sum);
+                    if (lane == n_kept) kept_gate = gate, kept = sum;
+                    sum = 0, n_kept++;
                 }
             }
         }
+        if (at.left && n_kept + IN_FLIGHT <= WAVE) continue;
+        if (lane < n_kept) rfk_mixture_put(a, s, item + lane * shape.step, kept_gate, kept);
+        item += n_kept * shape.step;
+        n_kept = 0;
     }
 }
 
@@ -4019,18 +4039,18 @@ static __global__ void RFK_RESIDENT(RFK_MIXTURE_BLOCK, 1) rfk_mixture(rfk_mixtur
     RFK_SHARED(rfk_mixture_shared, s);
     RFK_DYNAMIC(int4, memory);
     const uint32_t waves = blockDim.x / WAVE, n_used = a.e.n_used, fillers = blockDim.x - WAVE,
-                   values = a.is_down ? n_used * a.e.n_in + a.n_shared : a.e.n_in;
+                   thread = threadIdx.x - WAVE, values = a.is_down ? n_used * a.e.n_in + a.n_shared : a.e.n_in;
     rfk_mixture_shape shape;
     shape.n_items = a.is_down ? a.e.n_out : n_used * a.e.n_out + a.n_shared;
+    shape.first = blockIdx.x * waves + threadIdx.x / WAVE;
     shape.step = gridDim.x * waves;
     shape.n_fragments = a.e.n_in / R::VALUES;
     shape.all = values / R::VALUES;
     shape.rounds = (shape.all + WAVE - 1) / WAVE;
-    shape.slots = a.is_down ? shape.rounds : 2 * shape.rounds;
+    shape.inverse = 1.0f / (float)shape.n_fragments;
     rfk_column c;
     rfk_mixture_column<TYPE, WAVE>(c, memory, values);
     rfk_wait_previous();
-    const uint32_t thread = threadIdx.x - WAVE;
     float x[AT_ONCE][4];
     if (threadIdx.x < WAVE) rfk_find_choices<WAVE>(a, s);
     else {
@@ -4038,13 +4058,14 @@ static __global__ void RFK_RESIDENT(RFK_MIXTURE_BLOCK, 1) rfk_mixture(rfk_mixtur
         for (uint32_t k = 0; k < AT_ONCE; k++) rfk_mixture_x(a, thread + k * fillers, values, x[k]);
     }
     __syncthreads(); /* the choices and their weights */
-    rfk_mixture_cursor ahead = {blockIdx.x * waves + threadIdx.x / WAVE, 0};
+    rfk_mixture_cursor ahead = rfk_mixture_begin(a, shape);
     typename R::loaded raw[IN_FLIGHT];
     RFK_UNROLL(4)
-    for (int j = 0; j < IN_FLIGHT; j++) {
-        rfk_mixture_fetch<TYPE, WAVE>(a, s, shape, ahead, raw[j]);
-        rfk_mixture_next(ahead, shape);
-    }
+    for (int j = 0; j < IN_FLIGHT; j++)
+        if (ahead.left) {
+            rfk_mixture_fetch<TYPE, WAVE>(a, s, shape, ahead, raw[j]);
+            (void)rfk_mixture_next(a, shape, ahead);
+        }
     if (threadIdx.x >= WAVE) {
         RFK_UNROLL(4)
         for (uint32_t k = 0; k < AT_ONCE; k++)
