@@ -3783,7 +3783,8 @@ struct rfk_mixture_shared {
 template <int TYPE> struct rfk_mixture_reads {
     static const int VALUES = 32, ORDER = RFK_ORDER_LINEAR;
     typedef rfk_raw loaded;
-    template <int WAVE> RFK_DEVICE void fetch(const rfk_weight &w, uint32_t row, uint32_t n_in, uint32_t u, loaded &raw) {
+    template <int WAVE>
+    RFK_DEVICE void fetch(const rfk_weight &w, uint32_t row, uint32_t n_in, uint32_t u, loaded &raw) {
         rfk_format<TYPE>::fetch(w, 0, row * (n_in / 32) + u, raw);
     }
     RFK_DEVICE float dot(const loaded &raw, const rfk_column &c, uint32_t u, uint32_t lane, float total) {
@@ -3808,7 +3809,8 @@ template <int TYPE> struct rfk_mixture_reads {
 template <int TYPE> struct rfk_mixture_reads64 {
     static const int VALUES = 64, ORDER = rfk_fragments<TYPE>::ORDER;
     typedef typename rfk_fragments<TYPE>::loaded loaded;
-    template <int WAVE> RFK_DEVICE void fetch(const rfk_weight &w, uint32_t row, uint32_t n_in, uint32_t i, loaded &raw) {
+    template <int WAVE>
+    RFK_DEVICE void fetch(const rfk_weight &w, uint32_t row, uint32_t n_in, uint32_t i, loaded &raw) {
         rfk_fragment_at at;
         rfk_fragments<TYPE>::template begin<WAVE>(row, n_in, i, at);
         rfk_fragments<TYPE>::fetch(w, at, raw);
@@ -3946,8 +3948,9 @@ RFK_DEVICE bool rfk_mixture_next(const rfk_mixture_args &a, const rfk_mixture_sh
 
 /* Load the lane's fragment of a round. */
 template <int TYPE, int WAVE>
-RFK_DEVICE void rfk_mixture_fetch(const rfk_mixture_args &a, const rfk_mixture_shared &s, const rfk_mixture_shape &shape,
-                                  const rfk_mixture_cursor &at, typename rfk_mixture_reads<TYPE>::loaded &raw) {
+RFK_DEVICE void rfk_mixture_fetch(const rfk_mixture_args &a, const rfk_mixture_shared &s,
+                                  const rfk_mixture_shape &shape, const rfk_mixture_cursor &at,
+                                  typename rfk_mixture_reads<TYPE>::loaded &raw) {
     uint32_t i = at.round * WAVE + threadIdx.x % WAVE, k = at.k, n_in = a.e.n_in;
     if (i >= shape.all) return;
     if (a.is_down) {
