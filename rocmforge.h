@@ -1231,8 +1231,9 @@ ROCMFORGE_API rf_result rf_sampler_sample(rf_sampler *s, float *logits, uint32_t
 
 /* The same from row i of the session's last rf_session_eval. A greedy sampler takes rf_session_get_argmax where
  * its desc cannot change that (no penalties, logits_fn and logprobs, no bias above 0 or of that token, a grammar that
- * goes on with it). With a temperature a GPU draws the token, the same one, where there is nothing but top-k, top-p and
- * min-p. Not so once rf_session_get_logits has handed out the logits: then it reads these, as they are now.
+ * goes on with it). Else a GPU draws the token, the same one, where there are no grammar, logits_fn, logprobs, DRY, XTC
+ * and mirostat, and biases and penalties are of 64 tokens at most. Not so once rf_session_get_logits has handed out the
+ * logits: then it reads these, as they are now.
  * Returns RF_OK; RF_ERR_ARGUMENT (no such row, no logit greater than -infinity); RF_ERR_DEVICE (copying the logits).
  * Memory none.   Cost O(1), or a copy of the row's logits and rf_sampler_sample.   Threads as both. */
 ROCMFORGE_API rf_result rf_session_sample(rf_session *s, uint32_t i, rf_sampler *sampler, int32_t *token,
@@ -2363,25 +2364,35 @@ typedef struct rf_launch_config {
 
 #define RF_LAUNCH_CONFIGS 4u
 
-/* A token to draw from a row of logits, as rf_sampler_sample would: top-k, top-p, min-p, temperature. */
+/* A logit that a bias and penalties change: first the bias is added, then, if count is not 0, the penalties. */
+typedef struct rf_draw_change {
+    uint32_t token;  /* below n_vocab; the changes of a draw name different ones            */
+    float bias;
+    uint32_t count;  /* of the token among the recent ones                                  */
+} rf_draw_change;
+
+/* A token to draw from a row of logits, as rf_sampler_sample would: penalties, top-k, top-p, min-p, temperature. */
 typedef struct rf_draw {
-    double scale;    /* log2(e) / temperature                                               */
+    double scale;    /* log2(e) / temperature; INFINITY, with random 0: greedy              */
     uint64_t random; /* uniform                                                             */
     uint32_t row;    /* of the logits; out of range: token becomes -1                       */
     uint32_t top_k;  /* 0: off                                                              */
     uint32_t top_p;  /* in units of 2^-32, 0: off                                           */
     float min_gap;   /* natural logarithm of min-p; -INFINITY: off                          */
     int32_t token;   /* out; -1 if no logit is greater than -infinity                       */
-    uint32_t unused; /* 0                                                                   */
+    float repeat, frequency, presence;  /* penalties; repeat 1, the others 0: none          */
+    uint32_t first_change, n_changes;   /* of the batch's; the row is changed while it is drawn from, so that
+                                           another draw of the same batch may not name it   */
 } rf_draw;
 
+#define RF_DRAW_MAX_CHANGES 64u    /* of a draw */
 #define RF_DRAW_MAX_VOCAB 0x7ffffu /* 2^44, the largest weight, times as many fits 64 bits */
 
 /* What a device draws from: offsets into one block of device memory, multiples of 256. */
 typedef struct rf_draw_batch {
     uint64_t logits, argmax; /* float [n_rows, n_vocab]; int32 [n_rows], as RF_OP_ARGMAX finds them */
-    uint64_t draws;          /* rf_draw [n_draws]                                                  */
-    uint32_t n_rows, n_vocab, n_draws; /* n_vocab at most RF_DRAW_MAX_VOCAB                         */
+    uint64_t draws, changes; /* rf_draw [n_draws]; rf_draw_change [n_changes]                      */
+    uint32_t n_rows, n_vocab, n_draws, n_changes; /* n_vocab at most RF_DRAW_MAX_VOCAB              */
 } rf_draw_batch;
 
 typedef struct rf_session_stats {
@@ -17508,7 +17519,7 @@ static uint32_t rfi_session_eval_rows(const rf_model *m, const rf_session_desc *
 
 /* The arrays of a session in host memory: where, type, member, elements for model m and desc d. */
 #define RFI_SESSION_ARRAYS(X)                                                                                          \
-    X(RFI_ZEROED, uint64_t, buffer_offset, m->plan.n_buffers + 1ull) /* bytes into scratch; the last: of draws     */  \
+    X(RFI_ZEROED, uint64_t, buffer_offset, m->plan.n_buffers + 2ull) /* bytes into scratch; then draws, changes    */  \
     X(RFI_ZEROED, uint64_t, state_offset, m->plan.n_states)   /* bytes into state                                  */  \
     X(RFI_ZEROED, uint32_t, state_cells, m->plan.n_states)    /* KV cache cells of a sequence                      */  \
     X(RFI_ZEROED, uint32_t, segment_ops, m->plan.n_ops + 2ull)   /* [n_segments + 1] first op                      */  \
@@ -17542,6 +17553,7 @@ static uint32_t rfi_session_eval_rows(const rf_model *m, const rf_session_desc *
     X(RFI_PINNED, int32_t, argmax, d->n_logits_max)                                                                    \
     X(RFI_ZEROED, uint8_t, is_copied, d->n_logits_max)  /* 1: logits holds that row                                */  \
     X(RFI_PINNED, rf_draw, draws, rfi_session_n_draws(m, d))       /* NULL: the host draws                         */  \
+    X(RFI_PINNED, rf_draw_change, changes, (uint64_t)RF_DRAW_MAX_CHANGES * rfi_session_n_draws(m, d))                  \
     X(RFI_PINNED, float, hidden, d->mtp ? (uint64_t)d->n_batch * m->plan.n_embd : 0) /* of the last micro-batch    */  \
     /* rf_session_embed */                                                                                             \
     X(RFI_RAW, float, pooled, (uint64_t)d->n_seq_max * m->plan.n_embd) /* sums of pooled rows                      */  \
@@ -17662,8 +17674,11 @@ static rf_result rfi_session_layout(const rf_model *m, const rf_session_desc *d,
                           b->width, sizeof(float));
         if (buffer_offset) buffer_offset[i] = at;
     }
-    fits &= rfi_place(&out->scratch_bytes, &at, rfi_session_n_draws(m, d), 1, sizeof(rf_draw));
-    if (buffer_offset) buffer_offset[plan->n_buffers] = at;
+    for (uint32_t i = 0; i < 2; i++) {
+        fits &= rfi_place(&out->scratch_bytes, &at, rfi_session_n_draws(m, d), i ? RF_DRAW_MAX_CHANGES : 1,
+                          i ? sizeof(rf_draw_change) : sizeof(rf_draw));
+        if (buffer_offset) buffer_offset[plan->n_buffers + i] = at;
+    }
     for (uint32_t i = 0; i < plan->n_states; i++) {
         const rf_plan_state *s = &plan->states[i];
         uint64_t cells = (uint64_t)rfi_session_state_cells(d, s) * d->n_seq_max * s->n_kv_heads; /* < 2^31 * 2^14 */
@@ -18642,15 +18657,19 @@ static rf_result rfi_session_row(rf_session *s, uint32_t i, int all, float **out
     return r;
 }
 
-/* The device draws s->draws[0, n). */
+/* The device draws s->draws[0, n), n > 0, whose changes follow each other. */
 static rf_result rfi_session_draw(rf_session *s, uint32_t n, rf_error *err) {
     const rf_device_api *api = s->m->device->api;
     const rf_plan *plan = &s->m->plan;
+    const uint64_t *at = s->buffer_offset + plan->n_buffers;
     const rf_draw_batch batch = {.logits = s->buffer_offset[plan->logits], .argmax = s->buffer_offset[plan->argmax],
-                                 .draws = s->buffer_offset[plan->n_buffers], .n_rows = s->n_logits,
-                                 .n_vocab = plan->n_vocab, .n_draws = n};
+                                 .draws = at[0], .changes = at[1], .n_rows = s->n_logits, .n_vocab = plan->n_vocab,
+                                 .n_draws = n, .n_changes = s->draws[n - 1].first_change + s->draws[n - 1].n_changes};
     rf_ticket ticket;
-    rf_result r = api->mem_write(s->queue, &s->scratch, batch.draws, s->draws, n * sizeof *s->draws, &ticket, err);
+    rf_result r = api->mem_write(s->queue, &s->scratch, at[0], s->draws, n * sizeof *s->draws, &ticket, err);
+    if (r == RF_OK && batch.n_changes)
+        r = api->mem_write(s->queue, &s->scratch, at[1], s->changes, batch.n_changes * sizeof *s->changes, &ticket,
+                           err);
     if (r == RF_OK) r = api->draw(s->queue, &s->scratch, &batch, &ticket, err);
     return r == RF_OK ? rfi_session_read(s, batch.draws, s->draws, n * sizeof *s->draws, err) : r;
 }
@@ -29080,23 +29099,61 @@ static int rfi_sampler_takes(const rf_sampler *s, int32_t token) {
     return !d->grammar || rf_grammar_matcher_accept(d->grammar, token, NULL) == RF_OK;
 }
 
-/* The sampler's next choice from a row as a draw; 0: a device cannot make it. */
-static int rfi_sampler_draw_of(const rf_sampler *s, uint32_t row, rf_draw *out) {
+/* The change of a token, a new one if it has none; NULL: there are too many. */
+static rf_draw_change *rfi_draw_change(rf_draw *draw, rf_draw_change *changes, int32_t token) {
+    uint32_t i = 0;
+    while (i < draw->n_changes && changes[i].token != (uint32_t)token) i++;
+    if (i == RF_DRAW_MAX_CHANGES) return NULL;
+    if (i == draw->n_changes) changes[draw->n_changes++] = (rf_draw_change){.token = (uint32_t)token};
+    return &changes[i];
+}
+
+/* What biases and penalties change for a draw; 0: too much, or a token has two biases. */
+static int rfi_sampler_changes(const rf_sampler *s, uint32_t n_vocab, rf_draw *draw, rf_draw_change *changes) {
     const rf_sampler_desc *d = &s->desc;
-    uint64_t rng[2] = {s->rng[0], s->rng[1]};
-    if (!(d->temperature > 0) || !rfi_sampler_is_plain(d) || d->n_bias || d->grammar || d->mirostat ||
-        (d->xtc_probability > 0 && d->xtc_threshold <= 0.5f))
-        return 0;
-    *out = (rf_draw){.scale = RFI_LOG2E / (double)d->temperature, .random = rfi_random_bits(rng), .row = row,
-                     .top_k = d->top_k, .top_p = d->top_p > 0 && d->top_p < 1 ? rfi_top_p_units(d->top_p) : 0,
-                     .min_gap = d->min_p > 0 ? logf(d->min_p) : -INFINITY, .token = -1};
+    for (uint32_t i = 0; i < d->n_bias; i++) {
+        if (d->bias[i].token < 0 || (uint32_t)d->bias[i].token >= n_vocab) continue;
+        const uint32_t n = draw->n_changes;
+        rf_draw_change *change = rfi_draw_change(draw, changes, d->bias[i].token);
+        if (!change || draw->n_changes == n) return 0;
+        change->bias = d->bias[i].bias;
+    }
+    draw->repeat = d->repeat_penalty > 0 ? d->repeat_penalty : 1.0f;
+    draw->frequency = d->frequency_penalty, draw->presence = d->presence_penalty;
+    if (draw->repeat == 1.0f && draw->frequency == 0 && draw->presence == 0) return 1;
+    for (uint64_t i = 0, n = rfi_min_u64(s->n_accepted, d->penalty_last_n); i < n; i++) {
+        const int32_t token = rfi_sampler_recent(s, (uint32_t)i);
+        if (token < 0 || (uint32_t)token >= n_vocab) continue;
+        rf_draw_change *change = rfi_draw_change(draw, changes, token);
+        if (!change) return 0;
+        change->count++;
+    }
     return 1;
+}
+
+/* The sampler's next choice from a row as s->draws[i]; 0: a device cannot make it. */
+static int rfi_session_draw_of(rf_session *s, uint32_t i, const rf_sampler *sampler, uint32_t row) {
+    const rf_sampler_desc *d = &sampler->desc;
+    uint64_t rng[2] = {sampler->rng[0], sampler->rng[1]};
+    const int hot = d->temperature > 0;
+    if (!s->draws || d->dry_multiplier != 0 || d->logits_fn || d->logprobs || d->grammar ||
+        (hot && (d->mirostat || (d->xtc_probability > 0 && d->xtc_threshold <= 0.5f))))
+        return 0;
+    rf_draw *draw = &s->draws[i];
+    *draw = (rf_draw){.scale = INFINITY, .row = row, .min_gap = -INFINITY, .token = -1,
+                      .first_change = i ? s->draws[i - 1].first_change + s->draws[i - 1].n_changes : 0};
+    if (hot) {
+        draw->scale = RFI_LOG2E / (double)d->temperature, draw->random = rfi_random_bits(rng), draw->top_k = d->top_k;
+        if (d->top_p > 0 && d->top_p < 1) draw->top_p = rfi_top_p_units(d->top_p);
+        if (d->min_p > 0) draw->min_gap = logf(d->min_p);
+    }
+    return rfi_sampler_changes(sampler, s->m->plan.n_vocab, draw, s->changes + draw->first_change);
 }
 
 /* The device has drawn: go on as if the sampler had. Returns 0 if there is no token, and the logits say why. */
 static int rfi_sampler_drawn(rf_sampler *s, const rf_draw *draw, int32_t *token) {
     if (draw->token < 0) return 0;
-    rfi_random_bits(s->rng);
+    if (s->desc.temperature > 0) rfi_random_bits(s->rng);
     *token = draw->token;
     rf_sampler_accept(s, *token);
     return 1;
@@ -29116,7 +29173,7 @@ ROCMFORGE_API rf_result rf_session_sample(rf_session *s, uint32_t i, rf_sampler 
     }
     float *logits;
     rf_result r = RF_OK;
-    if (on_device && s->draws && rfi_sampler_draw_of(sampler, i, &s->draws[0])) {
+    if (on_device && rfi_session_draw_of(s, 0, sampler, i)) {
         r = rfi_session_draw(s, 1, err);
         if (r == RF_OK && rfi_sampler_drawn(sampler, &s->draws[0], token)) return RF_OK;
     }
@@ -29779,7 +29836,7 @@ static void rfi_scheduler_sample(rf_scheduler *sch) {
         if (slot->is_sampled) {
             slot->next = s->argmax[row], slot->reason = RF_OK;
             rf_sampler_accept(sampler, slot->next);
-        } else if (s->draws && rfi_sampler_draw_of(sampler, row, &s->draws[n_draws])) slot->draw = ++n_draws;
+        } else if (rfi_session_draw_of(s, n_draws, sampler, row)) slot->draw = ++n_draws;
         else slot->needs_logits = 1, n++;
     }
     const int drawn = n_draws && rfi_session_draw(s, n_draws, NULL) == RF_OK;

@@ -1867,10 +1867,11 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_argmax_join(rfk
 #define RFK_DRAW_BLOCK 1024
 #define RFK_DRAW_BUCKETS 2048u
 struct rfk_draw_args {
-    const float *logits;   /* [n_rows, n]  */
+    float *logits;         /* [n_rows, n], as they were afterwards */
     const int32_t *argmax; /* [n_rows]     */
     rf_draw *draws;
-    uint32_t n_rows, n;
+    const rf_draw_change *changes;
+    uint32_t n_rows, n, n_changes;
 };
 struct rfk_draw_shared {
     uint32_t low[RFK_DRAW_BUCKETS], high[RFK_DRAW_BUCKETS]; /* count, or sum of weights, of keys with a digit */
@@ -2031,26 +2032,65 @@ RFK_DEVICE uint32_t rfk_draw_point(rfk_draw_shared &s, const rfk_draw_row &row, 
     }
 }
 
+/* A logit with its bias and penalties, rounded as rfi_sampler_adjust rounds it. */
+RFK_DEVICE float rfk_draw_changed(const rf_draw &draw, const rf_draw_change &change, float logit) {
+    logit += change.bias;
+    if (change.count == 0) return logit;
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
+    const float less = __fdiv_rn(logit, draw.repeat);
+#else
+    const float less = logit / draw.repeat;
+#endif
+    logit = logit > 0 ? less : rfk_mul(logit, draw.repeat);
+    return logit - (rfk_mul((float)change.count, draw.frequency) + draw.presence);
+}
+
+/* The largest logit of the row. */
+template <int WAVE> RFK_DEVICE float rfk_draw_max(rfk_draw_shared &s, const float *logits, uint32_t n) {
+    uint32_t best = RFK_KEY_NONE;
+    for (uint32_t i = threadIdx.x; i < n; i += RFK_DRAW_BLOCK) {
+        const uint32_t key = rfk_logit_key(logits[i]);
+        if (key > best) best = key;
+    }
+    best = rfk_wave_max<WAVE>(best);
+    if (threadIdx.x % WAVE == 0) s.equal[threadIdx.x / WAVE] = best;
+    __syncthreads();
+    for (uint32_t i = 0; i < RFK_DRAW_BLOCK / WAVE; i++)
+        if (s.equal[i] > best) best = s.equal[i];
+    __syncthreads();
+    return rfk_as_float(best & 0x80000000u ? best ^ 0x80000000u : ~best);
+}
+
 /*   grid draws   block 1024   17 KiB of LDS */
 template <int WAVE> static __global__ void RFK_THREADS(RFK_DRAW_BLOCK) rfk_draw(rfk_draw_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
     RFK_SHARED(rfk_draw_shared, s);
     const rf_draw draw = a.draws[blockIdx.x];
     const int32_t best = draw.row < a.n_rows ? a.argmax[draw.row] : -1;
+    const bool fits = draw.first_change <= a.n_changes && draw.n_changes <= a.n_changes - draw.first_change;
     rfk_draw_row row;
-    if (best < 0) {
+    if (best < 0 || !fits || draw.n_changes > RF_DRAW_MAX_CHANGES) {
         if (threadIdx.x == 0) a.draws[blockIdx.x].token = -1;
         return;
     }
-    row.logits = a.logits + (size_t)draw.row * a.n;
-    row.max = row.logits[best];
+    float *logits = a.logits + (size_t)draw.row * a.n, before = 0;
+    const bool changes = threadIdx.x < draw.n_changes;
+    rf_draw_change change = {0, 0, 0};
+    if (changes) change = a.changes[draw.first_change + threadIdx.x];
+    if (changes) before = logits[change.token], logits[change.token] = rfk_draw_changed(draw, change, before);
+    __syncthreads();
+    row.logits = logits;
+    row.max = draw.n_changes ? rfk_draw_max<WAVE>(s, logits, a.n) : logits[best];
     row.n = a.n;
     row.key = RFK_KEY_NONE;
     row.ties = 0;
     row.floor = rfk_logit_key(row.max + draw.min_gap);
-    if (draw.top_k && draw.top_k < a.n) rfk_draw_tighten<WAVE>(s, row, draw.top_k, 0);
-    if (draw.top_p) rfk_draw_tighten<WAVE>(s, row, 0, draw.top_p);
-    const uint32_t token = rfk_draw_point<WAVE>(s, row, draw.scale, draw.random);
+    const bool any = rfk_logit_key(row.max) > RFK_KEY_NONE;
+    if (any && draw.top_k && draw.top_k < a.n) rfk_draw_tighten<WAVE>(s, row, draw.top_k, 0);
+    if (any && draw.top_p) rfk_draw_tighten<WAVE>(s, row, 0, draw.top_p);
+    const uint32_t token = any ? rfk_draw_point<WAVE>(s, row, draw.scale, draw.random) : 0xffffffffu;
+    __syncthreads();
+    if (changes) logits[change.token] = before;
     if (threadIdx.x == 0) a.draws[blockIdx.x].token = (int32_t)token;
 }
 
@@ -9310,6 +9350,7 @@ static rf_result rfk_draw_tokens(rf_queue *q, const rf_mem *mem, const rf_draw_b
     rf_result r = rfk_range(mem, b->logits, (uint64_t)b->n_rows * b->n_vocab * sizeof(float), "draw", err);
     if (r == RF_OK) r = rfk_range(mem, b->argmax, b->n_rows * sizeof(int32_t), "draw", err);
     if (r == RF_OK) r = rfk_range(mem, b->draws, b->n_draws * sizeof(rf_draw), "draw", err);
+    if (r == RF_OK) r = rfk_range(mem, b->changes, b->n_changes * sizeof(rf_draw_change), "draw", err);
     if (r == RF_OK && (b->n_vocab == 0 || b->n_vocab > RF_DRAW_MAX_VOCAB))
         r = rfk_fail(err, RF_ERR_ARGUMENT, 0, b->n_vocab, "hip: draw from %u logits: want 1 to %u", b->n_vocab,
                      RF_DRAW_MAX_VOCAB);
@@ -9317,9 +9358,9 @@ static rf_result rfk_draw_tokens(rf_queue *q, const rf_mem *mem, const rf_draw_b
     rfk_scope scope(q->dev->index);
     if (scope.error != hipSuccess) return rfk_enter_queue(q, scope, err);
     char *base = (char *)mem->base;
-    rfk_draw_args a = {(const float *)(const void *)(base + b->logits),
-                       (const int32_t *)(const void *)(base + b->argmax), (rf_draw *)(void *)(base + b->draws),
-                       b->n_rows, b->n_vocab};
+    rfk_draw_args a = {(float *)(void *)(base + b->logits), (const int32_t *)(const void *)(base + b->argmax),
+                       (rf_draw *)(void *)(base + b->draws),
+                       (const rf_draw_change *)(const void *)(base + b->changes), b->n_rows, b->n_vocab, b->n_changes};
     pthread_mutex_lock(&q->submit);
     r = rfk_check(q->dev, err, rfk_launch(q->dev->wave == 64 ? rfk_draw<64> : rfk_draw<32>, dim3(b->n_draws),
                                           dim3(RFK_DRAW_BLOCK), q->stream, a), "hipLaunchKernel", "draw", 0);

@@ -597,24 +597,65 @@ static void fill_logits(float *logits, uint32_t n, uint32_t kind, uint64_t *stat
     if (kind == 3 && n > 2) memcpy(&logits[n / 3], &odd[uniform(state) < 0.5], sizeof *logits);
 }
 
-/* The device draws from rows in any order; the host's sampler must choose the same tokens. */
+/* A sampler's next choice as the device gets it. */
+static rf_draw draw_of(const rf_sampler *s, uint32_t row, uint32_t first_change) {
+    const rf_sampler_desc *d = &s->desc;
+    rf_draw draw = {.scale = INFINITY, .row = row, .min_gap = -INFINITY, .first_change = first_change, .repeat = d->repeat_penalty > 0 ? d->repeat_penalty : 1,
+                    .frequency = d->frequency_penalty, .presence = d->presence_penalty};
+    if (d->temperature <= 0) return draw;
+    draw.scale = 1.4426950408889634 / (double)d->temperature, draw.random = next_random(s->rng), draw.top_k = d->top_k;
+    if (d->min_p > 0) draw.min_gap = logf(d->min_p);
+    if (d->top_p > 0) draw.top_p = (uint32_t)fmax((double)d->top_p * 0x1p32, 1);
+    return draw;
+}
+
+/* Biases of the row's first, last and largest token, and of one above all; some tokens again and again. */
+static uint32_t change_draw(rf_sampler *s, rf_draw *draw, rf_draw_change *changes, rf_logit_bias *bias, uint32_t n, int32_t largest) {
+    const int32_t tokens[4] = {0, (int32_t)n - 1, largest < 0 ? 0 : largest, (int32_t)(n / 2)};
+    for (uint32_t i = 0; i < 4; i++) {
+        uint32_t k = 0;
+        while (k < draw->n_changes && changes[k].token != (uint32_t)tokens[i]) k++;
+        if (k < draw->n_changes) continue;
+        const float b = i == 2 ? -3 : i == 3 ? 4.7f : i ? -INFINITY : 0.1f;
+        changes[draw->n_changes] = (rf_draw_change){.token = (uint32_t)tokens[i], .bias = b};
+        bias[draw->n_changes++] = (rf_logit_bias){tokens[i], b};
+    }
+    s->desc.bias = bias, s->desc.n_bias = draw->n_changes;
+    for (uint32_t i = 0; i < 40; i++) {
+        const int32_t token = i % 3 ? tokens[2] : (int32_t)(i * 7 % n);
+        uint32_t k = 0;
+        while (k < draw->n_changes && changes[k].token != (uint32_t)token) k++;
+        if (k == draw->n_changes) changes[draw->n_changes++] = (rf_draw_change){.token = (uint32_t)token};
+        changes[k].count++;
+        rf_sampler_accept(s, token);
+    }
+    return draw->n_changes;
+}
+
+/* The device draws from rows; the host's sampler must choose the same tokens, and the logits must be what they were. */
 static void draw_case(rf_device *d, uint32_t n, uint32_t kind, const rf_sampler_desc *descs, uint32_t n_descs) {
-    enum { ROWS = 3, DRAWS = 40 };
+    enum { DRAWS = 30 };
     rf_dev *dev;
     const rf_device_api *api = rf_device_get_api(d, &dev);
-    const uint64_t row_bytes = n * sizeof(float), argmax_at = (ROWS * row_bytes + 255) / 256 * 256, draws_at = argmax_at + 256;
-    float *logits = malloc(ROWS * row_bytes), *copy = malloc(row_bytes);
+    const uint64_t row_bytes = n * sizeof(float), all = DRAWS * row_bytes;
+    const uint64_t argmax_at = (all + 255) / 256 * 256, draws_at = argmax_at + 256, changes_at = draws_at + 4096;
+    float *logits = malloc(all), *copy = malloc(all);
     uint64_t state = n * 6 + kind;
-    int32_t argmax[ROWS] = {-1, -1, -1};
+    int32_t argmax[DRAWS];
     rf_draw draws[DRAWS];
+    rf_draw_change changes[DRAWS * RF_DRAW_MAX_CHANGES];
+    rf_logit_bias bias[DRAWS][4];
     rf_sampler samplers[DRAWS];
     rf_queue *q = NULL;
     rf_mem mem = {0};
     rf_ticket t = {0};
     rf_error err = {0};
-    for (uint32_t row = 0; row < ROWS; row++) {
+    uint32_t n_changes = 0;
+    for (uint32_t row = 0; row < DRAWS; row++) {
         const float *values = logits + (size_t)row * n;
-        fill_logits(logits + (size_t)row * n, n, kind, &state);
+        if (row < 3) fill_logits(logits + (size_t)row * n, n, kind, &state);
+        else memcpy(logits + (size_t)row * n, logits + (size_t)(row % 3) * n, row_bytes);
+        argmax[row] = -1;
         for (uint32_t i = 0; i < n; i++)
             if (values[i] > (argmax[row] < 0 ? -INFINITY : values[argmax[row]])) argmax[row] = (int32_t)i;
     }
@@ -622,28 +663,31 @@ static void draw_case(rf_device *d, uint32_t n, uint32_t kind, const rf_sampler_
         rf_sampler_desc desc = descs[i % n_descs];
         desc.seed = i;
         REQUIRE(rf_sampler_init(&samplers[i], &desc, &err) == RF_OK, "%s", err.text);
-        draws[i] = (rf_draw){.scale = 1.4426950408889634 / (double)desc.temperature, .random = next_random(samplers[i].rng),
-                             .row = 7 * i % ROWS, .top_k = desc.top_k, .min_gap = desc.min_p > 0 ? logf(desc.min_p) : -INFINITY};
-        if (desc.top_p > 0) draws[i].top_p = (uint32_t)fmax((double)desc.top_p * 0x1p32, 1);
+        draws[i] = draw_of(&samplers[i], 7 * i % DRAWS, n_changes);
+        if (i % 2 || desc.presence_penalty != 0 || desc.temperature <= 0)
+            n_changes += change_draw(&samplers[i], &draws[i], changes + n_changes, bias[i], n, argmax[draws[i].row]);
     }
+    memcpy(copy, logits, all);
     rf_result r = api->queue_create(dev, &q, &err);
-    if (r == RF_OK) r = api->mem_create(dev, draws_at + sizeof draws, &mem, &err);
-    if (r == RF_OK) r = api->mem_write(q, &mem, 0, logits, ROWS * row_bytes, &t, &err);
+    if (r == RF_OK) r = api->mem_create(dev, changes_at + sizeof changes, &mem, &err);
+    if (r == RF_OK) r = api->mem_write(q, &mem, 0, logits, all, &t, &err);
     if (r == RF_OK) r = api->mem_write(q, &mem, argmax_at, argmax, sizeof argmax, &t, &err);
     if (r == RF_OK) r = api->mem_write(q, &mem, draws_at, draws, sizeof draws, &t, &err);
-    const rf_draw_batch batch = {.argmax = argmax_at, .draws = draws_at, .n_rows = ROWS, .n_vocab = n, .n_draws = DRAWS};
+    if (r == RF_OK) r = api->mem_write(q, &mem, changes_at, changes, sizeof changes, &t, &err);
+    const rf_draw_batch batch = {.argmax = argmax_at, .draws = draws_at, .changes = changes_at, .n_rows = DRAWS, .n_vocab = n,
+                                 .n_draws = DRAWS, .n_changes = n_changes};
     if (r == RF_OK) r = api->draw(q, &mem, &batch, &t, &err);
     if (r == RF_OK) r = api->mem_read(q, &mem, draws_at, draws, sizeof draws, &t, &err);
+    if (r == RF_OK) r = api->mem_read(q, &mem, 0, logits, all, &t, &err);
     if (r == RF_OK) r = api->ticket_wait(&t, 60000, &err);
-    CHECK(r == RF_OK, "%s", err.text);
+    CHECK(r == RF_OK && memcmp(copy, logits, all) == 0, "logits are as they were: %s", err.text);
     for (uint32_t i = 0; r == RF_OK && i < DRAWS; i++) {
         int32_t want = -1;
         const rf_sampler_desc *s = &samplers[i].desc;
-        memcpy(copy, logits + (size_t)draws[i].row * n, row_bytes);
-        const rf_result sampled = rf_sampler_sample(&samplers[i], copy, n, &want, NULL);
+        const rf_result sampled = rf_sampler_sample(&samplers[i], copy + (size_t)draws[i].row * n, n, &want, NULL);
         CHECK((sampled == RF_OK) == (draws[i].token >= 0) && draws[i].token == want,
-              "%u logits of kind %u, top-k %u, top-p %g, min-p %g, temperature %g: want %d, got %d", n, kind, s->top_k, (double)s->top_p,
-              (double)s->min_p, (double)s->temperature, want, draws[i].token);
+              "%u logits of kind %u, top-k %u, top-p %g, min-p %g, temperature %g, %u changes: want %d, got %d", n, kind, s->top_k,
+              (double)s->top_p, (double)s->min_p, (double)s->temperature, draws[i].n_changes, want, draws[i].token);
     }
     if (mem.base) api->mem_release(dev, &mem);
     if (q) api->queue_release(q);
@@ -657,7 +701,9 @@ static void test_draws(void) {
         {.temperature = 0.7f, .top_p = 0.95f}, {.temperature = 2, .top_k = 100, .top_p = 0.5f}, {.temperature = 1.3f, .min_p = 0.1f},
         {.temperature = 1e-20f}, {.temperature = 50, .top_k = 1}, {.temperature = 5, .top_k = 7, .top_p = 0.9f, .min_p = 0.3f},
         {.temperature = 1, .top_p = 1e-12f}, {.temperature = 1, .top_k = 900, .min_p = 1}, {.temperature = 3, .top_p = 0.99999f},
-        {.temperature = 1, .top_k = 32000, .top_p = 0.3f}};
+        {.temperature = 1, .top_k = 32000, .top_p = 0.3f}, {.temperature = 0.8f, .top_p = 0.95f, .presence_penalty = 0.5f},
+        {.temperature = 1, .repeat_penalty = 1.3f, .frequency_penalty = 0.37f, .presence_penalty = -0.1f},
+        {.repeat_penalty = 1.1f, .frequency_penalty = 0.2f}, {.presence_penalty = 7}};
     for (uint32_t index = 0; device_name(index); index++) {
         rf_device *d = NULL;
         rf_error err = {0};
@@ -676,13 +722,14 @@ static void test_draws_of_session(void) {
     rf_token_row rows[5];
     for (int32_t i = 0; i < 5; i++) rows[i] = (rf_token_row){.token = 20 + i, .pos = RF_POS_NEXT, .want_logits = 1};
     REQUIRE(rf_session_eval(r.s, rows, 5, &r.err) == RF_OK, "%s", r.err.text);
-    rf_sampler a, b, penalty;
-    rf_sampler_init(&a, &(rf_sampler_desc){.temperature = 1.5f, .top_p = 0.95f, .seed = 3}, NULL);
-    rf_sampler_init(&penalty, &(rf_sampler_desc){.temperature = 1, .presence_penalty = 1}, NULL);
+    rf_sampler a, b, dry;
+    const rf_logit_bias bias = {99, 20};
+    rf_sampler_init(&a, &(rf_sampler_desc){.temperature = 1.5f, .top_p = 0.95f, .seed = 3, .frequency_penalty = 2, .bias = &bias, .n_bias = 1}, NULL);
+    rf_sampler_init(&dry, &(rf_sampler_desc){.temperature = 1, .dry_multiplier = 1}, NULL);
     b = a;
     int32_t got[5], want = -1;
     for (uint32_t i = 0; i < 5; i++) CHECK(rf_session_sample(r.s, i, &a, &got[i], &r.err) == RF_OK, "%s", r.err.text);
-    CHECK(rf_session_sample(r.s, 3, &penalty, &want, &r.err) == RF_OK, "%s", r.err.text); /* copies row 3 */
+    CHECK(rf_session_sample(r.s, 3, &dry, &want, &r.err) == RF_OK, "%s", r.err.text); /* copies row 3 */
     float *logits;
     for (uint32_t i = 0; i < 5; i++)
         CHECK(rf_session_get_logits(r.s, i, &logits, &r.err) == RF_OK && rf_sampler_sample(&b, logits, r.n_vocab, &want, &r.err) == RF_OK &&
