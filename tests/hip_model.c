@@ -714,6 +714,58 @@ static void test_draws(void) {
     }
 }
 
+/* Requests of a scheduler, some of which the device draws and some the host samples, write what they write where a hook has the host
+ * sample all of them. */
+typedef struct said {
+    int32_t ids[12];
+    uint32_t n;
+} said;
+static rf_result leave_logits(float *logits, uint32_t n_vocab, void *user) {
+    (void)logits, (void)n_vocab, (void)user;
+    return RF_OK;
+}
+static int on_said(int32_t token, void *user) {
+    said *a = (said *)user;
+    if (a->n < RFT_COUNT(a->ids)) a->ids[a->n++] = token;
+    return 0;
+}
+static void test_draws_of_scheduler(void) {
+    const rf_logit_bias bias[2] = {{300, 3}, {301, 3}}, twice[2] = {{300, 3}, {300, -3}};
+    const rf_sampler_desc descs[] = {
+        {.temperature = 0.8f, .top_p = 0.95f, .min_p = 0.05f, .seed = 1}, {.temperature = 1, .top_k = 40, .seed = 2}, {.temperature = 0},
+        {.temperature = 1.2f, .frequency_penalty = 0.3f, .repeat_penalty = 1.2f, .seed = 3}, {.temperature = 1, .dry_multiplier = 0.8f, .seed = 4},
+        {.temperature = 1, .xtc_probability = 0.5f, .seed = 5}, {.presence_penalty = 2}, {.temperature = 1, .bias = bias, .n_bias = 2, .seed = 6},
+        {.temperature = 1, .bias = twice, .n_bias = 2, .seed = 7}, {.temperature = 1, .presence_penalty = 1, .penalty_last_n = 200, .seed = 8}};
+    enum { N = RFT_COUNT(descs), STEPS = 8 };
+    static said said_by[2][N];
+    static rf_sampler samplers[N];
+    int32_t prompts[N][90];
+    for (int host = 0; host < 2; host++) {
+        rig r = {0};
+        rf_session_desc sd = {.n_ctx = 128, .n_batch = 64, .n_seq_max = N, .n_logits_max = N};
+        REQUIRE(open_rig(&r, NULL, device_name(0), &sd) == RF_OK, "%s", r.err.text);
+        rf_scheduler *sch = NULL;
+        const rf_tokenizer *t = NULL;
+        uint32_t n_active = 1;
+        REQUIRE(rf_model_get_tokenizer(r.m, &t, &r.err) == RF_OK && rf_scheduler_open(r.s, t, N, &sch, &r.err) == RF_OK, "%s", r.err.text);
+        for (uint32_t i = 0; i < N; i++) { /* the last one has more than 64 tokens to penalize */
+            const uint32_t n_prompt = i + 1 == N ? 90 : 5 + i;
+            rf_sampler_desc desc = descs[i];
+            if (host) desc.logits_fn = leave_logits;
+            rf_sampler_init(&samplers[i], &desc, NULL);
+            for (uint32_t k = 0; k < n_prompt; k++) prompts[i][k] = (int32_t)(100 + i * 31 + k), rf_sampler_accept(&samplers[i], prompts[i][k]);
+            const rf_request request = {.prompt = prompts[i], .n_prompt = n_prompt, .max_tokens = STEPS, .sampler = &samplers[i],
+                                        .on_token = on_said, .user = &said_by[host][i]};
+            REQUIRE(rf_scheduler_submit(sch, &request, &r.err) == RF_OK, "%s", r.err.text);
+        }
+        while (n_active) REQUIRE(rf_scheduler_step(sch, &n_active, &r.err) == RF_OK, "%s", r.err.text);
+        CHECK(rf_scheduler_close(sch, &r.err) == RF_OK, "%s", r.err.text);
+        rig_close(&r);
+    }
+    for (uint32_t i = 0; i < N; i++)
+        CHECK(said_by[0][i].n > 0 && memcmp(&said_by[0][i], &said_by[1][i], sizeof(said)) == 0, "request %u", i);
+}
+
 /* A session whose device draws goes on as one whose logits were handed out. */
 static void test_draws_of_session(void) {
     rig r = {0};
@@ -786,6 +838,7 @@ int main(int argc, char **argv) {
     RUN(test_experts);
     RUN(test_draws);
     RUN(test_draws_of_session);
+    RUN(test_draws_of_scheduler);
 #ifdef RF_TEST_EMU
     RUN(test_forecast);
     RUN(test_failing_ring);
