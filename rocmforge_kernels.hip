@@ -5245,20 +5245,20 @@ RFK_DEVICE void rfk_few_store(const typename rfk_fragments<TYPE>::loaded &raw, u
     for (int i = 0; i < RFK_SCALES; i++) scale[i] = o.s[i];
 }
 
-/* The factors of the tile's columns, a wave for each of two. */
-template <int WAVE> RFK_DEVICE void rfk_few_factors(const rfk_few_args &a, float *factors) {
-    for (uint32_t c = threadIdx.x / WAVE; c < RFK_FEW_ROWS; c += RFK_FEW_WAVES) {
-        const uint32_t col = blockIdx.x * RFK_FEW_ROWS + c;
-        const float *squares = a.x.squares + (size_t)col * (a.n_in / 32);
-        const float factor = a.norm && col < a.n_cols ? rfk_norm_factor<WAVE>(squares, a.n_in, a.eps) : 1.0f;
+/* The factors of a block's `count` columns from col0 on, a column a wave. */
+template <int WAVE>
+RFK_DEVICE void rfk_few_factors(const rfk_few_args &a, uint32_t col0, uint32_t count, float *factors) {
+    for (uint32_t c = threadIdx.x / WAVE; c < count; c += RFK_FEW_WAVES) {
+        const float *squares = a.x.squares + (size_t)(col0 + c) * (a.n_in / 32);
+        const float factor = a.norm && col0 + c < a.n_cols ? rfk_norm_factor<WAVE>(squares, a.n_in, a.eps) : 1.0f;
         if (threadIdx.x % WAVE == 0) factors[c] = factor;
     }
 }
 
-/* By one block: store the normed columns of its tile, where another op reads them. */
-RFK_DEVICE void rfk_few_norm_out(const rfk_few_args &a, const float *factors) {
-    for (uint32_t k = 0; k < RFK_FEW_ROWS && blockIdx.x * RFK_FEW_ROWS + k < a.n_cols; k++) {
-        const uint32_t to = blockIdx.x * RFK_FEW_ROWS + k;
+/* By one block: store the normed columns, where another op reads them. */
+RFK_DEVICE void rfk_few_norm_out(const rfk_few_args &a, uint32_t col0, uint32_t count, const float *factors) {
+    for (uint32_t k = 0; k < count && col0 + k < a.n_cols; k++) {
+        const uint32_t to = col0 + k;
         const float *from = a.from + (size_t)(a.rows ? a.rows[to] : to) * a.from_stride;
         for (uint32_t i = threadIdx.x; i < a.n_in; i += blockDim.x)
             a.norm_out[(size_t)to * a.norm_stride + i] = from[i] * factors[k] * rfk_load_any(a.norm, a.norm_type, i);
@@ -5271,17 +5271,19 @@ RFK_DEVICE void rfk_few_norm_out(const rfk_few_args &a, const float *factors) {
 
 #if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
 #define RFK_DIRECT_TYPES(X) X(RF_TYPE_Q4_K) X(RF_TYPE_Q6_K)
+#define RFK_DIRECT_COLS 8u /* half a tile of columns */
 
-/* What eight columns have for a block of 256 weights. */
+/* What a block's columns have for a block of 256 weights. */
 struct rfk_direct_x {
-    int4 q[16][8];
-    float d[8][8], sum[16][8]; /* sum: e of the groups, or of a type with an offset the sums of the pieces */
+    int4 q[16][RFK_DIRECT_COLS];
+    float d[8][RFK_DIRECT_COLS];
+    float sum[16][RFK_DIRECT_COLS]; /* e of the groups, or of a type with an offset the sums of the pieces */
 };
 struct rfk_direct_shared {
     rfk_direct_x x[RFK_FEW_WAVES][2];
     uint8_t w[RFK_FEW_WAVES][2][RFK_FEW_ROWS * 208]; /* rfk_direct::ROW */
-    float sum[2][RFK_FEW_WAVES][8 * RFK_FEW_ROWS]; /* of a tile and of the next: [wave][column][row] */
-    float factor[RFK_FEW_ROWS];                    /* as in rfk_few_shared */
+    float sum[2][RFK_FEW_WAVES][RFK_DIRECT_COLS * RFK_FEW_ROWS]; /* of a tile and of the next: [wave][column][row] */
+    float factor[RFK_DIRECT_COLS];                               /* as in rfk_few_shared */
 };
 #if RFK_MAY_BE(RFK_MATRIX_SM80)
 
@@ -5418,8 +5420,9 @@ template <int K> RFK_DEVICE void rfk_mma_direct(const int *a, const int *b, cons
 template <int TYPE> RFK_DEVICE void rfk_direct_copy(const rfk_few_args &a, uint32_t block, rfk_direct_x &to) {
     const uint32_t lane = threadIdx.x % 32, two = lane / 2, half = lane % 2 * 4;
     const bool offset = rfk_format<TYPE>::OFFSET != 0;
-    const size_t tile = blockIdx.x, piece = tile * a.n_in + block * 16 * RFK_FEW_ROWS,
-                 group = tile * (a.n_in / 2) + block * 8 * RFK_FEW_ROWS;
+    const size_t tile = blockIdx.x / 2, first = blockIdx.x % 2 * RFK_DIRECT_COLS,
+                 piece = tile * a.n_in + block * 16 * RFK_FEW_ROWS + first,
+                 group = tile * (a.n_in / 2) + block * 8 * RFK_FEW_ROWS + first;
     RFK_UNROLL(4)
     for (uint32_t k = 0; k < 4; k++) {
         const uint32_t i = lane / 8 + 4 * k;
@@ -5511,16 +5514,17 @@ RFK_DEVICE void rfk_end_direct(const rfk_few_args &a, const rfk_direct_place &pl
         s.sum[t % 2][wave][col * RFK_FEW_ROWS + row] = (sum[0][i] + sum[1][i]) + (sum[2][i] + sum[3][i]);
     }
     __syncthreads();
-    const uint32_t row = place.row0 + threadIdx.x % RFK_FEW_ROWS, c = threadIdx.x / RFK_FEW_ROWS;
+    const uint32_t row = place.row0 + threadIdx.x % RFK_FEW_ROWS, c = threadIdx.x / RFK_FEW_ROWS,
+                   col = blockIdx.x * RFK_DIRECT_COLS + c;
     const rfk_product &p = a.part[place.which];
-    if (c >= 8 || c >= a.n_cols || row >= p.n_out) return;
+    if (c >= RFK_DIRECT_COLS || col >= a.n_cols || row >= p.n_out) return;
     float v[RFK_FEW_WAVES];
     RFK_UNROLL(8)
     for (uint32_t i = 0; i < RFK_FEW_WAVES; i++) v[i] = s.sum[t % 2][i][threadIdx.x];
     const float all = rfk_mul(((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7])), s.factor[c]);
-    if (!a.glu) rfk_put(p, row, c, all);
+    if (!a.glu) rfk_put(p, row, col, all);
     else if (place.which == 0) *gate = all;
-    else (void)rfk_put_glu(a.part[0], p, row, c, *gate, all);
+    else (void)rfk_put_glu(a.part[0], p, row, col, *gate, all);
 }
 
 /* A block's tiles from t on whose weights are of one type; returns the first that is of another. While a wave
@@ -5540,7 +5544,7 @@ RFK_DEVICE uint32_t rfk_direct_tiles(const rfk_few_args &a, uint32_t t, rfk_dire
     if (wave < n_blocks) D::copy(a.part[here.which].w, at, n_blocks, s.w[wave][0], ahead);
     if (t == 0) {
         rfk_wait_previous();
-        rfk_few_factors<32>(a, s.factor);
+        rfk_few_factors<32>(a, blockIdx.x * RFK_DIRECT_COLS, RFK_DIRECT_COLS, s.factor);
     }
     if (wave < n_blocks) rfk_direct_copy<TYPE>(a, wave, s.x[wave][0]);
     rfk_commit_copies();
@@ -5587,8 +5591,8 @@ RFK_DEVICE uint32_t rfk_direct_tiles(const rfk_few_args &a, uint32_t t, rfk_dire
 }
 #endif
 
-/* rfk_few for up to 8 columns and types that have rfk_direct. All blocks are on the GPU at once.
- *   grid [1, blocks]   block 8 waves   LDS 104 KiB   reads W once */
+/* rfk_few for up to 16 columns and types that have rfk_direct. All blocks are on the GPU at once.
+ *   grid [eights of columns, blocks]   block 8 waves   LDS 104 KiB   reads W once, from cache for the second eight */
 static __global__ void RFK_RESIDENT(RFK_FEW_WAVES * 32, 2) rfk_few_direct(rfk_few_args a) {
 #if RFK_MAY_BE(RFK_MATRIX_SM80)
     if (!RFK_RUNS_WAVE(32)) return;
@@ -5604,7 +5608,7 @@ static __global__ void RFK_RESIDENT(RFK_FEW_WAVES * 32, 2) rfk_few_direct(rfk_fe
         default: return;
         }
 #undef RFK_DIRECT_CASE
-    if (a.norm_out && blockIdx.y == 0) rfk_few_norm_out(a, s->factor);
+    if (a.norm_out && blockIdx.y == 0) rfk_few_norm_out(a, blockIdx.x * RFK_DIRECT_COLS, RFK_DIRECT_COLS, s->factor);
 #endif
 }
 #endif
@@ -5629,7 +5633,7 @@ RFK_DEVICE void rfk_few_wave(const rfk_few_args &a, const rfk_product &p, uint32
         }
     if (first) {
         rfk_wait_previous();
-        rfk_few_factors<WAVE>(a, s.factor);
+        rfk_few_factors<WAVE>(a, blockIdx.x * RFK_FEW_ROWS, RFK_FEW_ROWS, s.factor);
     }
     const bool has_sums = TYPE == RFK_OTHER && p.type == RF_TYPE_Q2_K;
     RFK_UNROLL(1)
@@ -5706,7 +5710,7 @@ RFK_DEVICE void rfk_few_block(const rfk_few_args &a, const rfk_product &p, uint3
     } else if (inside) {
         rfk_put(p, row, col, gate);
     }
-    if (a.norm_out && blockIdx.y == 0) rfk_few_norm_out(a, s.factor);
+    if (a.norm_out && blockIdx.y == 0) rfk_few_norm_out(a, blockIdx.x * RFK_FEW_ROWS, RFK_FEW_ROWS, s.factor);
 }
 
 /* grid [tiles of 16 columns, tiles of 16 rows of all products]   block 8 waves   LDS 46 KiB
@@ -11965,7 +11969,7 @@ static uint32_t rfk_source_of(const rfk_fused *f) {
 
 #if defined(RFK_DIRECT_TYPES)
 static bool rfk_takes_direct(const rfk_launching *l, const rfk_few_args *a) {
-    bool takes = l->p->dev->direct && a->n_cols <= 8;
+    bool takes = l->p->dev->direct && a->n_cols <= RFK_FEW_MAX;
 #define RFK_DIRECT_CASE(TYPE) || a->part[i].type == TYPE
     for (uint32_t i = 0; i < l->together; i++) takes = takes && (false RFK_DIRECT_TYPES(RFK_DIRECT_CASE));
 #undef RFK_DIRECT_CASE
@@ -12011,7 +12015,8 @@ static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
     c.block = dim3(RFK_FEW_WAVES * p->dev->wave);
 #if defined(RFK_DIRECT_TYPES)
     if (rfk_takes_direct(l, &a)) {
-        const uint32_t fit = 2 * p->dev->info.compute_units;
+        c.grid.x = rfk_ceil_div(a.n_cols, RFK_DIRECT_COLS);
+        const uint32_t fit = 2 * p->dev->info.compute_units / c.grid.x;
         c.grid.y = a.n_tiles < fit ? a.n_tiles : fit;
         c.shared_bytes = sizeof(rfk_direct_shared);
         return rfk_enqueue_config(l, rfk_few_direct, c, a);
