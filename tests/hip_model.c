@@ -194,10 +194,10 @@ static void test_rows_alone(void) {
     rows_on("cpu", 0);
     for (uint32_t k = 0; k < 2 && device_name(k); k++) rows_on(device_name(k), k);
 #ifdef RF_TEST_EMU
-    hip_emu_matrix_unit(0, HIP_EMU_SM80); /* it has a way of its own; more blocks in a row than waves in a thread block */
+    hip_emu_matrix_unit(0, HIP_EMU_SM80); /* it has a way of its own; rows of more blocks than a thread block has waves, and of more than twice as many */
     for (uint32_t t = 0; t < 2; t++) {
         mg_buf file = {0};
-        mg_llama(&file, &(mg_options){.type = t ? MG_Q6_K : MG_Q4_K, .seed = 9, .n_ff = 2560, .n_layers = 1});
+        mg_llama(&file, &(mg_options){.type = t ? MG_Q6_K : MG_Q4_K, .seed = 9, .n_ff = t ? 4864 : 2560, .n_layers = 1});
         rows_case(&file, NULL, "hip:0", RF_CACHE_F16, t ? "q6_K by mma.sync" : "q4_K by mma.sync");
         mg_free(&file);
     }
