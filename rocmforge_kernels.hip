@@ -3872,8 +3872,10 @@ RFK_MIXTURE_TYPES64(RFK_READS64)
     ((TYPE) == RF_TYPE_MXFP4 ? 4 : (TYPE) == RF_TYPE_Q5_K || (TYPE) == RFK_OTHER16 ? 1 : 2)
 #if defined(ROCMFORGE_HIP_EMU)
 #define RFK_MIXTURE_BLOCK 256u
+#elif defined(RFK_NVIDIA)
+#define RFK_MIXTURE_BLOCK 768u /* 80 registers a thread: one block fills a multiprocessor */
 #else
-#define RFK_MIXTURE_BLOCK 768u /* 80 registers a thread on NVIDIA: one block fills a multiprocessor */
+#define RFK_MIXTURE_BLOCK 512u /* 128 on gfx906: fewer would spill */
 #endif
 
 /* Values 4i .. 4i + 3 of what the row's experts read; down: the last n_shared of all are the shared experts'. */
