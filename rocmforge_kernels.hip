@@ -1900,6 +1900,8 @@ RFK_DEVICE uint32_t rfk_logit_key(float logit) {
     if (key - RFK_KEY_NONE > 0xff800000u - RFK_KEY_NONE) return RFK_KEY_NONE;
     return key + (key == 0x7fffffffu);
 }
+/* Its inverse. */
+RFK_DEVICE float rfk_key_logit(uint32_t key) { return rfk_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key); }
 
 /* As rfi_choice_weight, in units of 2^-44 of the largest. */
 RFK_DEVICE uint64_t rfk_draw_weight(float max, float logit, double scale) {
@@ -1970,7 +1972,7 @@ RFK_DEVICE void rfk_draw_tighten(rfk_draw_shared &s, rfk_draw_row &row, uint32_t
             rfk_draw_add(s, key >> shift & mask, top_k ? 1 : rfk_draw_weight(row.max, logit, scale));
         }
         if (threadIdx.x == 0 && row.ties && (level == 0 || row.key >> shift >> bits == prefix)) {
-            const float logit = rfk_as_float(row.key & 0x80000000u ? row.key ^ 0x80000000u : ~row.key);
+            const float logit = rfk_key_logit(row.key);
             rfk_draw_add(s, row.key >> shift & mask, row.ties * rfk_draw_weight(row.max, logit, scale));
         }
         __syncthreads();
@@ -1979,7 +1981,7 @@ RFK_DEVICE void rfk_draw_tighten(rfk_draw_shared &s, rfk_draw_row &row, uint32_t
         prefix = prefix << bits | s.bucket;
         if (top_p && (((uint64_t)prefix + 1) << shift) <= row.floor) return;
     }
-    const float logit = rfk_as_float(prefix & 0x80000000u ? prefix ^ 0x80000000u : ~prefix);
+    const float logit = rfk_key_logit(prefix);
     const uint64_t each = top_k ? 1 : rfk_draw_weight(row.max, logit, scale);
     row.key = prefix;
     row.ties = (uint32_t)((s.target - s.above - 1) / each + 1);
@@ -1990,7 +1992,7 @@ RFK_DEVICE void rfk_draw_tighten(rfk_draw_shared &s, rfk_draw_row &row, uint32_t
 template <int WAVE>
 RFK_DEVICE uint32_t rfk_draw_point(rfk_draw_shared &s, const rfk_draw_row &row, double scale, uint64_t random) {
     const uint32_t n_waves = RFK_DRAW_BLOCK / WAVE, wave = threadIdx.x / WAVE, lane = threadIdx.x % WAVE;
-    const float equal_logit = rfk_as_float(row.key & 0x80000000u ? row.key ^ 0x80000000u : ~row.key);
+    const float equal_logit = rfk_key_logit(row.key);
     const uint64_t each = row.ties && row.key >= row.floor ? rfk_draw_weight(row.max, equal_logit, scale) : 0;
     uint32_t first = 0, end = row.n, ties = row.ties;
     uint64_t point = 0;
@@ -2058,7 +2060,7 @@ template <int WAVE> RFK_DEVICE float rfk_draw_max(rfk_draw_shared &s, const floa
     for (uint32_t i = 0; i < RFK_DRAW_BLOCK / WAVE; i++)
         if (s.equal[i] > best) best = s.equal[i];
     __syncthreads();
-    return rfk_as_float(best & 0x80000000u ? best ^ 0x80000000u : ~best);
+    return rfk_key_logit(best);
 }
 
 /*   grid draws   block 1024   17 KiB of LDS */
