@@ -7999,8 +7999,7 @@ static __global__ void RFK_THREADS(2 * RFK_WARPGROUP) rfk_flash_wgmma(rfk_attent
 }
 
 /* ---- one row ----
- * The fused attention of a decode step: norms of the heads, RoPE, the KV store of the new position, and attention.
- * PLAIN: all positions are visible, each has its own cell, and there are no softcap and no sinks. */
+ * The fused attention of a decode step: norms of the heads, RoPE, the KV store of the new position, and attention. */
 
 #define RFK_ROPES 2 /* RoPE tables in a plan: of layers with a sliding window, and of the others */
 
@@ -8136,9 +8135,9 @@ template <int PER> struct rfk_decode_raw<rfk_q8, PER> {
 
 /* PER lanes share a position, eight values each; a block takes SLOTS positions at a time, T times. The T scores of each
  * of G queries are distributed over the PER lanes, KEPT a lane. */
-template <class KV, bool PLAIN, int G, int PER> struct rfk_decode_shape {
+template <class KV, int G, int PER> struct rfk_decode_shape {
     /* FEW: few registers are left */
-    static const bool FEW = G > 4 || sizeof(KV) > 2 || (G == 4 && sizeof(KV) == 2 && !PLAIN);
+    static const bool FEW = G > 4 || sizeof(KV) > 2;
     static const int T = FEW ? 2 : 4, N = G * T, KEPT = N > PER ? N / PER : 1,
                      COPIES = PER > N ? PER / N : 1, /* lanes with the same score */
         LANES = PER / G,                             /* lanes of a query */
@@ -8243,8 +8242,8 @@ RFK_DEVICE void rfk_decode_queries(rfk_decode_shared<G, PER> &s, const rfk_decod
 
 /* A lane's state: its part of T keys and values; eight values of each query's weighted sum; maximum and sum of weights
  * of its own query. */
-template <class KV, bool PLAIN, int G, int PER> struct rfk_decode_work {
-    rfk_decode_raw<KV, PER> k[rfk_decode_shape<KV, PLAIN, G, PER>::T], v[rfk_decode_shape<KV, PLAIN, G, PER>::T];
+template <class KV, int G, int PER> struct rfk_decode_work {
+    rfk_decode_raw<KV, PER> k[rfk_decode_shape<KV, G, PER>::T], v[rfk_decode_shape<KV, G, PER>::T];
     float acc[G][8], largest, sum;
 };
 
@@ -8257,13 +8256,13 @@ template <class KV> struct rfk_decode_cells {
 
 /* Load the older positions among the T from `first` on. In a ring buffer, positions are cells that continue after the
  * last one, less than twice around. */
-template <class KV, int PER, int T, bool PLAIN>
+template <class KV, int PER, int T>
 RFK_DEVICE void rfk_decode_load(rfk_decode_raw<KV, PER> (&to)[T], const KV *from, uint32_t n_cells, uint32_t dim,
                              uint32_t first, uint32_t slots, uint32_t end) {
     RFK_UNROLL(4)
     for (uint32_t t = 0; t < (uint32_t)T; t++) {
         const uint32_t pos = first + t * slots;
-        const uint32_t again = pos - n_cells, cell = !PLAIN && again < pos ? again : pos;
+        const uint32_t again = pos - n_cells, cell = again < pos ? again : pos;
         if (pos < end) to[t].load(from + rfk_decode_raw<KV, PER>::row(cell, dim));
         else to[t].clear();
     }
@@ -8293,11 +8292,11 @@ template <int WAVE, int PER, int N> RFK_DEVICE void rfk_decode_spread(float (&v)
 
 /* T positions from `first` on: scores, online softmax, weighted sums. Loads of the next positions are issued as soon as
  * registers are free. */
-template <int WAVE, class KV, bool PLAIN, int G, int PER>
+template <int WAVE, class KV, int G, int PER>
 RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const rfk_decode_attention_args &a,
-                                  const rfk_decode_cells<KV> &in, uint32_t first, rfk_decode_work<KV, PLAIN, G,
+                                  const rfk_decode_cells<KV> &in, uint32_t first, rfk_decode_work<KV, G,
                                           PER> &o) {
-    typedef rfk_decode_shape<KV, PLAIN, G, PER> S;
+    typedef rfk_decode_shape<KV, G, PER> S;
     const bool packed = rfk_decode_raw<KV, PER>::PACKED;
     const uint32_t lane = threadIdx.x % PER, wave_lane = threadIdx.x % WAVE, base = wave_lane - lane;
     float score[S::N], x[8], keys[S::T][8], keep;
@@ -8321,14 +8320,14 @@ RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const r
                                   ((q1.x * y[4] + q1.y * y[5]) + (q1.z * y[6] + q1.w * y[7]));
         }
     }
-    rfk_decode_load<KV, PER, S::T, PLAIN>(o.k, in.k, a.n_cells, a.head_dim, first + S::T * S::SLOTS, S::SLOTS,
+    rfk_decode_load<KV, PER, S::T>(o.k, in.k, a.n_cells, a.head_dim, first + S::T * S::SLOTS, S::SLOTS,
                                           in.older_end);
     rfk_decode_spread<WAVE, PER, S::N>(score);
     float top = o.largest;
     RFK_UNROLL(2)
     for (uint32_t j = 0; j < (uint32_t)S::KEPT; j++) {
         const uint32_t t = (lane * S::KEPT / S::COPIES + j) % S::T;
-        if (!PLAIN && a.softcap != 0) score[j] = rfk_softcap_exp2(score[j], a.softcap, a.softcap_factor);
+        if (a.softcap != 0) score[j] = rfk_softcap_exp2(score[j], a.softcap, a.softcap_factor);
         if (first + t * S::SLOTS >= in.end) score[j] = -INFINITY;
         top = fmaxf(top, score[j]);
     }
@@ -8358,7 +8357,7 @@ RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const r
             for (int e = 0; e < 8; e++) o.acc[g][e] += weight * x[e];
         }
     }
-    rfk_decode_load<KV, PER, S::T, PLAIN>(o.v, in.v, a.n_cells, a.head_dim, first + S::T * S::SLOTS, S::SLOTS,
+    rfk_decode_load<KV, PER, S::T>(o.v, in.v, a.n_cells, a.head_dim, first + S::T * S::SLOTS, S::SLOTS,
                                           in.older_end);
 }
 
@@ -8395,10 +8394,10 @@ RFK_DEVICE float *rfk_decode_part(const rfk_decode_output &to, uint32_t y) {
 
 /* Combine the lanes of a wave (reduce-scatter): v becomes the lane's share of the weighted sums, [query][8] from the
  * returned index on; maximum and sum of weights go to s.peak. */
-template <int WAVE, class KV, bool PLAIN, int G, int PER>
-RFK_DEVICE uint32_t rfk_decode_join_wave(rfk_decode_shared<G, PER> &s, const rfk_decode_work<KV, PLAIN, G, PER> &o,
+template <int WAVE, class KV, int G, int PER>
+RFK_DEVICE uint32_t rfk_decode_join_wave(rfk_decode_shared<G, PER> &s, const rfk_decode_work<KV, G, PER> &o,
                                       float (&v)[G * 8]) {
-    typedef rfk_decode_shape<KV, PLAIN, G, PER> S;
+    typedef rfk_decode_shape<KV, G, PER> S;
     const uint32_t lane = threadIdx.x % WAVE, base = lane - lane % PER;
     float top = o.largest, sum = o.sum;
     for (int mask = 1; mask < S::LANES; mask *= 2) sum += rfk_shuffle_xor<WAVE>(sum, mask);
@@ -8434,15 +8433,15 @@ RFK_DEVICE uint32_t rfk_decode_join_wave(rfk_decode_shared<G, PER> &s, const rfk
 }
 
 /* Combine the waves of the block: the result if this is the only split, else a part. */
-template <int WAVE, class KV, bool PLAIN, int G, int PER>
+template <int WAVE, class KV, int G, int PER>
 RFK_DEVICE void rfk_decode_join(rfk_decode_shared<G, PER> &s, const rfk_decode_output &out, bool only,
-                             const rfk_decode_work<KV, PLAIN, G, PER> &o) {
+                             const rfk_decode_work<KV, G, PER> &o) {
     const uint32_t lane = threadIdx.x % PER, wave = threadIdx.x / WAVE, group = out.group, dim = out.head_dim;
     const int waves = RFK_BLOCK / WAVE, row = PER * 8, fit = RFK_DECODE_JOIN / (waves * row),
             at_once = fit < G ? fit : G,
               n_values = G * 8 * PER / WAVE;
     float v[G * 8];
-    const uint32_t first = rfk_decode_join_wave<WAVE, KV, PLAIN, G, PER>(s, o, v);
+    const uint32_t first = rfk_decode_join_wave<WAVE, KV, G, PER>(s, o, v);
     RFK_UNROLL(1)
     for (uint32_t g0 = 0; g0 < group; g0 += at_once) {
         if (g0 || rfk_decode_raw<KV, PER>::PACKED) __syncthreads(); /* s.join is still read */
@@ -8648,17 +8647,17 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_decode_keys(rfk_decode_attenti
 /* grid [n_kv_heads, splits, rows]   block 256   LDS up to 27 KiB   reads each key and value once for the whole group
  * The visible positions are divided evenly over the splits of the grid, at least RFK_DECODE_CELLS each; blocks without
  * positions return. */
-template <int WAVE, class KV, bool PLAIN, int G, int PER>
+template <int WAVE, class KV, int G, int PER>
 static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_decode_attention(rfk_decode_attention_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
-    typedef rfk_decode_shape<KV, PLAIN, G, PER> S;
+    typedef rfk_decode_shape<KV, G, PER> S;
     typedef rfk_decode_shared<G, PER> shared;
     RFK_SHARED(shared, s);
     /* written before the previous kernel began: the step's rows, angles, keys and values of older positions */
     const rf_step_row row = a.rows[blockIdx.z];
     const uint32_t kv_head = blockIdx.x, group = a.n_heads / a.n_kv_heads;
     uint32_t n = (uint32_t)row.pos + 1, seen = 0; /* visible positions, and the cell of the first */
-    if (!PLAIN && a.window && n > a.window) seen = (n - a.window) % a.n_cells, n = a.window;
+    if (a.window && n > a.window) seen = (n - a.window) % a.n_cells, n = a.window;
     const uint32_t pass = S::T * S::SLOTS, min = pass > RFK_DECODE_CELLS ? pass : RFK_DECODE_CELLS;
     uint32_t cells = (n + gridDim.y - 1) / gridDim.y;
     cells = cells < min ? min : (cells + 31) / 32 * 32;
@@ -8675,17 +8674,17 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_decode_atten
     const rfk_decode_cells<KV> in = {(const KV *)a.k_state + head + lane * 8, (const KV *)a.v_state + head + lane * 8,
                                      end,
                                   !inside ? 0 : owns_key ? all - 1 : end, owns_key ? all - 1 : RF_NONE};
-    rfk_decode_work<KV, PLAIN, G, PER> work;
+    rfk_decode_work<KV, G, PER> work;
     rfk_decode_pairs<WAVE, PER> pairs;
     if (a.is_stored) rfk_wait_previous();
-    rfk_decode_load<KV, PER, S::T, PLAIN>(work.k, in.k, a.n_cells, a.head_dim, begin + slot, S::SLOTS, in.older_end);
-    rfk_decode_load<KV, PER, S::T, PLAIN>(work.v, in.v, a.n_cells, a.head_dim, begin + slot, S::SLOTS, in.older_end);
+    rfk_decode_load<KV, PER, S::T>(work.k, in.k, a.n_cells, a.head_dim, begin + slot, S::SLOTS, in.older_end);
+    rfk_decode_load<KV, PER, S::T>(work.v, in.v, a.n_cells, a.head_dim, begin + slot, S::SLOTS, in.older_end);
     rfk_decode_pair<WAVE, PER>(pairs, a);
     work.largest = -3e38f; /* finite: nothing seen yet */
     work.sum = 0;
     for (int g = 0; g < G; g++)
         for (int e = 0; e < 8; e++) work.acc[g][e] = 0;
-    if (!PLAIN && a.sinks && blockIdx.y == 0 && slot == 0 && lane / S::LANES < group) {
+    if (a.sinks && blockIdx.y == 0 && slot == 0 && lane / S::LANES < group) {
         const uint32_t h = kv_head * group + lane / S::LANES;
         work.largest = rfk_load_any(a.sinks, a.sinks_type, h) * RFK_LOG2_E;
         work.sum = lane % S::LANES == 0 ? 1.0f : 0.0f;
@@ -8697,12 +8696,12 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_decode_atten
     __syncthreads();
     if (owns_key)
         rfk_decode_store<WAVE>(s, (KV *)a.k_state + head, (KV *)a.v_state + head,
-                            PLAIN ? (uint32_t)row.pos : (uint32_t)row.pos % a.n_cells, a.head_dim);
+                            (uint32_t)row.pos % a.n_cells, a.head_dim);
     RFK_UNROLL(1)
     for (uint32_t first = begin; first < end; first += S::T * S::SLOTS)
-        rfk_decode_positions<WAVE, KV, PLAIN, G, PER>(s, a, in, first + slot, work);
+        rfk_decode_positions<WAVE, KV, G, PER>(s, a, in, first + slot, work);
     const rfk_decode_output out = rfk_decode_output_of(a, kv_head, group);
-    rfk_decode_join<WAVE, KV, PLAIN, G, PER>(s, out, s.n_splits == 1, work);
+    rfk_decode_join<WAVE, KV, G, PER>(s, out, s.n_splits == 1, work);
     if (s.n_splits > 1 && rfk_decode_last<G, PER>(s, a, kv_head, s.n_splits))
         rfk_decode_join_splits<WAVE, G, PER>(s, out, s.n_splits);
 }
@@ -10327,11 +10326,6 @@ static int rfk_decode_can_attend(const rf_prepared *p, const rf_op *store, const
            a->n_heads / a->n_kv_heads <= RFK_QUERIES &&
            (p->cache_type == RF_CACHE_Q8_0 ? dim == 64 || dim == 128 || dim == 256
                                            : dim % 8 == 0 && dim <= RFK_MAX_HEAD);
-}
-
-/* Whether this is PLAIN: no window, no softcap, no sinks. */
-static int rfk_is_plain_attention(const rf_op *op) {
-    return op->attention.window == 0 && op->attention.softcap == 0 && op->weight == RF_NONE;
 }
 
 /* Match fused attention from op i on: [norms of queries and keys], RoPE of both, KV store, attention. */
@@ -12067,19 +12061,21 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     return rfk_enqueue_config(l, kernel, c, a);
 }
 
-template <int WAVE, class KV, bool PLAIN, int PER>
+/* Instances cost time to compile: rare ones, of float32 caches or one head a group, take those of the next larger. */
+template <int WAVE, class KV, int PER>
 static void (*rfk_decode_attention_of(uint32_t group))(rfk_decode_attention_args) {
-    if (group <= 1) return rfk_decode_attention<WAVE, KV, PLAIN, 1, PER>;
-    if (group <= 2) return rfk_decode_attention<WAVE, KV, PLAIN, 2, PER>;
-    if (group <= 4) return rfk_decode_attention<WAVE, KV, PLAIN, 4, PER>;
-    return rfk_decode_attention<WAVE, KV, PLAIN, 8, PER>;
+    const int MIN = sizeof(KV) == 2 ? 1 : sizeof(KV) == 1 ? 2 : 4;
+    if (group <= 1) return rfk_decode_attention<WAVE, KV, MIN, PER>;
+    if (group <= 2) return rfk_decode_attention<WAVE, KV, (MIN > 2 ? MIN : 2), PER>;
+    if (group <= 4) return rfk_decode_attention<WAVE, KV, 4, PER>;
+    return rfk_decode_attention<WAVE, KV, 8, PER>;
 }
-template <int WAVE, class KV, bool PLAIN>
+template <int WAVE, class KV>
 static void (*rfk_decode_attention_by(const rf_op *op))(rfk_decode_attention_args) {
     const uint32_t group = op->attention.n_heads / op->attention.n_kv_heads;
-    if (op->attention.head_dim <= 64) return rfk_decode_attention_of<WAVE, KV, PLAIN, 8>(group);
-    if (op->attention.head_dim <= 128) return rfk_decode_attention_of<WAVE, KV, PLAIN, 16>(group);
-    return rfk_decode_attention_of<WAVE, KV, PLAIN, 32>(group);
+    if (op->attention.head_dim <= 64) return rfk_decode_attention_of<WAVE, KV, sizeof(KV) == 4 ? 16 : 8>(group);
+    if (op->attention.head_dim <= 128) return rfk_decode_attention_of<WAVE, KV, 16>(group);
+    return rfk_decode_attention_of<WAVE, KV, 32>(group);
 }
 template <int WAVE, class KV>
 static void (*rfk_decode_keys_of(const rf_op *op))(rfk_decode_attention_args) {
@@ -12093,10 +12089,9 @@ static void (*rfk_find_decode_keys(uint32_t cache_type, const rf_op *op))(rfk_de
 }
 template <int WAVE>
 static void (*rfk_find_decode_attention(uint32_t cache_type, const rf_op *op))(rfk_decode_attention_args) {
-    if (cache_type == RF_CACHE_F32) return rfk_decode_attention_by<WAVE, float, false>(op);
-    if (cache_type == RF_CACHE_Q8_0) return rfk_decode_attention_by<WAVE, rfk_q8, false>(op);
-    return rfk_is_plain_attention(op) ? rfk_decode_attention_by<WAVE, uint16_t, true>(op)
-                                      : rfk_decode_attention_by<WAVE, uint16_t, false>(op);
+    if (cache_type == RF_CACHE_F32) return rfk_decode_attention_by<WAVE, float>(op);
+    if (cache_type == RF_CACHE_Q8_0) return rfk_decode_attention_by<WAVE, rfk_q8>(op);
+    return rfk_decode_attention_by<WAVE, uint16_t>(op);
 }
 
 static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) {
