@@ -110,11 +110,11 @@ gpu:    ## build the programs for AMD GPUs as build/*_gpu; GPU_ARCH=gfx1100
 	$(HIPCC) -O3 --offload-arch=$(or $(GPU_ARCH),gfx1100) -c rocmforge_kernels.hip -o $(B)/kernels_gpu.o
 	$(call link_gpu,$(HIPCC))
 
-# both names: nvcc 13 compiles twice for -arch=sm_90a alone
+# both names: nvcc 13 compiles twice for -arch=sm_90a alone; -O1: of host code, kernels are always optimized
 NVARCH = $(or $(GPU_ARCH),sm_90a)
 gpu-nvidia:    ## build the programs for NVIDIA GPUs as build/*_gpu; GPU_ARCH=sm_90a
 	@mkdir -p $(B)
-	$(NVCC) -O3 -arch=$(NVARCH:sm_%=compute_%) -code=$(NVARCH) -x cu -c rocmforge_kernels.hip -o $(B)/kernels_gpu.o
+	$(NVCC) -O1 -arch=$(NVARCH:sm_%=compute_%) -code=$(NVARCH) -x cu -c rocmforge_kernels.hip -o $(B)/kernels_gpu.o
 	$(call link_gpu,$(NVCC))
 
 define link_gpu

@@ -1,7 +1,7 @@
 /* rocmforge_kernels.hip: the GPU device of rocmforge.h. One symbol, rocmforge_hip_api(), gives its table.
  *
  *     hipcc -O3 --offload-arch=gfx1100 -c rocmforge_kernels.hip                  AMD
- *     nvcc -O3 -arch=compute_90a -code=sm_90a -x cu -c rocmforge_kernels.hip     NVIDIA (90a: H100, H200)
+ *     nvcc -O1 -arch=compute_90a -code=sm_90a -x cu -c rocmforge_kernels.hip     NVIDIA (90a: H100, H200)
  *     c++ -x c++ -DROCMFORGE_HIP_EMU -include tests/hip_emu.h -c ...             on the CPU, for tests
  *
  * Sections (search for the tag)
