@@ -3573,16 +3573,13 @@ template <> struct rfk_fragments<RFK_OTHER> {
 RFK_DEVICE bool rfk_is_q2(const rfk_raw &r) { return r.type == RF_TYPE_Q2_K; }
 RFK_DEVICE bool rfk_is_q2(const rfk_fragment &) { return false; }
 
-/* Add the products of a fragment and the column's part of it to total. */
+/* Add the products of a fragment and a column's part of it to total. is_q2: a RFK_OTHER unit has minimums. */
 template <int TYPE>
-RFK_DEVICE float rfk_dot_fragment(const typename rfk_fragments<TYPE>::loaded &raw, const rfk_fragment_x &x,
-                                  uint32_t lane, float total) {
+RFK_DEVICE float rfk_dot_unpacked(const rfk_fragment_weights &w, bool is_q2, const rfk_fragment_x &x, float total) {
     typedef rfk_fragments<TYPE> F;
     const bool offset = rfk_format<TYPE>::OFFSET != 0, has_min = rfk_format<TYPE>::HAS_MIN != 0;
-    rfk_fragment_weights w;
     rfk_fragment_scales scales = {{x.scale.x, x.scale.y, x.scale.z, x.scale.w}, {x.scale.z, x.scale.w}};
     float dots[4];
-    F::unpack(raw, lane, w);
     if (TYPE == RFK_OTHER || F::DOTS == 4) {
         const float start[4] = {x.start.x, x.start.y, x.start.z, x.start.w};
         RFK_UNROLL(4)
@@ -3600,9 +3597,16 @@ RFK_DEVICE float rfk_dot_fragment(const typename rfk_fragments<TYPE>::loaded &ra
     if (TYPE == RFK_OTHER) {
         const int ones[4] = {0x01010101, 0x01010101, 0x01010101, 0x01010101};
         RFK_UNROLL(2)
-        for (int i = 0; i < 2; i++) scales.sums[i] = rfk_is_q2(raw) ? (float)rfk_dot16(ones, x.piece[i], 0) : 0.0f;
+        for (int i = 0; i < 2; i++) scales.sums[i] = is_q2 ? (float)rfk_dot16(ones, x.piece[i], 0) : 0.0f;
     }
     return F::join(w.s, dots, scales, total);
+}
+template <int TYPE>
+RFK_DEVICE float rfk_dot_fragment(const typename rfk_fragments<TYPE>::loaded &raw, const rfk_fragment_x &x,
+                                  uint32_t lane, float total) {
+    rfk_fragment_weights w;
+    rfk_fragments<TYPE>::unpack(raw, lane, w);
+    return rfk_dot_unpacked<TYPE>(w, rfk_is_q2(raw), x, total);
 }
 
 /* Load the column's part of a fragment. */
@@ -4694,7 +4698,7 @@ RFK_DEVICE bool rfk_find_columns(const rfk_tiles_args &t, uint32_t, uint32_t col
     c->end = t.m.n_cols;
     return true;
 }
-RFK_DEVICE uint32_t rfk_column(const rfk_neighbours &c, uint32_t i) {
+RFK_DEVICE uint32_t rfk_nth_column(const rfk_neighbours &c, uint32_t i) {
     return c.first + i < c.end ? c.first + i : c.end - 1;
 }
 RFK_DEVICE void rfk_put_column(const rfk_tiles_args &, const rfk_product &p, const rfk_neighbours &c, uint32_t row,
@@ -4717,7 +4721,7 @@ struct rfk_pair_tiles_args {
     rfk_pair_lists lists;
 };
 RFK_DEVICE const rfk_tiles_args &rfk_tiles(const rfk_pair_tiles_args &a) { return a.t; }
-RFK_DEVICE uint32_t rfk_column(const rfk_pair_columns &c, uint32_t i) { return c.x_row[i]; }
+RFK_DEVICE uint32_t rfk_nth_column(const rfk_pair_columns &c, uint32_t i) { return c.x_row[i]; }
 RFK_DEVICE void rfk_put_column(const rfk_pair_tiles_args &a, const rfk_product &, const rfk_pair_columns &c,
                                uint32_t row, uint32_t i, float v) {
     if (i < c.tile.n) rfk_put_pair(a.e, a.lists.sorted[c.tile.first + i], c.tile.expert, row, v);
@@ -4749,7 +4753,7 @@ RFK_DEVICE bool rfk_find_columns(const rfk_pair_tiles_args &a, uint32_t rows, ui
 /* A thread's 16 bytes of 32 columns of the tile, from unit u0 on. */
 template <class C>
 RFK_DEVICE const int4 *rfk_x_chunk(const rfk_matmul_args &a, const C &columns, uint32_t first, uint32_t u0) {
-    uint32_t col = rfk_column(columns, first + threadIdx.x / 8), chunk = u0 * 2 + threadIdx.x % 8;
+    uint32_t col = rfk_nth_column(columns, first + threadIdx.x / 8), chunk = u0 * 2 + threadIdx.x % 8;
     if (chunk >= a.n_in / 16) chunk = a.n_in / 16 - 1;
     return reinterpret_cast<const int4 *>(a.x8.q + (size_t)col * (a.n_in / 4)) + chunk;
 }
@@ -4775,7 +4779,7 @@ RFK_DEVICE void rfk_fill_tile(rfk_tile_shared<TYPE, ROWS, COLS> &s, const rfk_ma
     rfk_group group[COLS / 64];
     RFK_UNROLL(2)
     for (uint32_t j = 0; j < COLS / 64; j++) {
-        uint32_t col = rfk_column(columns, i + 64 * j);
+        uint32_t col = rfk_nth_column(columns, i + 64 * j);
         group[j] = a.x8.group[(size_t)col * n_units + (inside ? u : n_units - 1)];
     }
     __syncthreads(); /* all are done with what was there */
@@ -5267,6 +5271,161 @@ RFK_DEVICE void rfk_few_norm_out(const rfk_few_args &a, uint32_t col0, uint32_t 
         for (uint32_t i = threadIdx.x; i < a.n_in; i += blockDim.x)
             a.norm_out[(size_t)to * a.norm_stride + i] = from[i] * factors[k] * rfk_load_any(a.norm, a.norm_type, i);
     }
+}
+
+/* ---- two to four columns ----
+ * As the fused matvec: a wave has a row, its lanes fragments, which they unpack once and multiply by each column. */
+
+#define RFK_ROWS_MAX 4u /* columns: eight took longer, for a few as for eight */
+#if defined(RFK_NVIDIA)
+#define RFK_ROWS_RESIDENT 1 /* at 128 registers a thread, one block fills a multiprocessor */
+#else
+#define RFK_ROWS_RESIDENT 2
+#endif
+#define RFK_ROWS_BLOCK 512
+#define RFK_ROWS_IN_FLIGHT 2 /* fragments a lane: fewer of them in more waves were slower on an H200 */
+struct rfk_rows_shared {
+    float factors[RFK_ROWS_MAX]; /* of each column: 1 / rms of a deferred norm */
+};
+
+RFK_DEVICE rfk_column rfk_column_of(rfk_column c, uint32_t i) {
+    c.piece += i * 6 * c.n_fragments, c.scale += i * 24 * c.n_fragments, c.start += i * 24 * c.n_fragments;
+    return c;
+}
+
+/* Copy the columns to shared memory, and make their factors. Ends with a barrier. */
+template <int WAVE> RFK_DEVICE void rfk_fill_columns(const rfk_few_args &a, const rfk_column &c, float *factors) {
+    for (uint32_t i = threadIdx.x; i < a.n_in / 16 * RFK_ROWS_MAX; i += RFK_ROWS_BLOCK) {
+        const uint32_t chunk = i / RFK_ROWS_MAX, col = i % RFK_ROWS_MAX, from = chunk * RFK_FEW_ROWS + col;
+        if (col >= a.n_cols) continue;
+        const rfk_column to = rfk_column_of(c, col);
+        uint32_t piece, fragment = rfk_chunk_fragment(c, chunk, &piece);
+        to.piece[piece * c.n_fragments + fragment] = a.x.q[from];
+        const int sum = (int)a.x.sum[from], next = chunk % 2 ? 0 : (int)a.x.sum[from + RFK_FEW_ROWS];
+        rfk_put_scale(to, chunk, a.x.d[chunk / 2 * RFK_FEW_ROWS + col], sum, sum + next);
+    }
+    for (uint32_t col = threadIdx.x / WAVE; col < a.n_cols; col += RFK_ROWS_BLOCK / WAVE) {
+        const float *squares = a.x.squares + (size_t)col * (a.n_in / 32);
+        const float factor = a.norm ? rfk_norm_factor<WAVE>(squares, a.n_in, a.eps) : 1.0f;
+        if (threadIdx.x % WAVE == 0) factors[col] = factor;
+    }
+    __syncthreads();
+}
+
+/* rfk_wave_sum of each of four values: value i where lane % 4 is i. Lanes keep what their neighbours give away. */
+template <int WAVE> RFK_DEVICE float rfk_wave_sums(const float (&v)[RFK_ROWS_MAX]) {
+    const bool odd = threadIdx.x % 2 != 0, second = threadIdx.x / 2 % 2 != 0;
+    const float low = (odd ? v[1] : v[0]) + rfk_shuffle_xor<WAVE>(odd ? v[0] : v[1], 1),
+                high = (odd ? v[3] : v[2]) + rfk_shuffle_xor<WAVE>(odd ? v[2] : v[3], 1);
+    float sum = (second ? high : low) + rfk_shuffle_xor<WAVE>(second ? low : high, 2);
+    for (int mask = 4; mask < WAVE; mask *= 2) sum += rfk_shuffle_xor<WAVE>(sum, mask);
+    return sum;
+}
+
+/* A block's rows, as rfk_fused_block. Lane i of a wave stores what belongs to column i. */
+template <int TYPE, int WAVE, int U>
+RFK_DEVICE void rfk_rows_block(const rfk_few_args &a, const rfk_product &p, uint32_t number, uint32_t n_blocks,
+                               rfk_column c, float *factors) {
+    typedef rfk_fragments<TYPE> F;
+    const uint32_t n_fragments = a.n_in / F::VALUES, lane = threadIdx.x % WAVE, n_out = p.n_out,
+                   step = n_blocks * (RFK_ROWS_BLOCK / WAVE);
+    const uint32_t mine = lane < n_fragments ? (n_fragments - lane + WAVE - 1) / WAVE : 0, /* this lane's */
+        rounds = (n_fragments + WAVE * U - 1) / (WAVE * U);
+    uint32_t row = number * (RFK_ROWS_BLOCK / WAVE) + threadIdx.x / WAVE, second = 0, round = 0;
+    typename F::loaded raw[U];
+    rfk_fragment_at at;
+    float sum[RFK_ROWS_MAX] = {0}, gate = 0;
+    c.order = F::ORDER, c.wave = WAVE, c.has_min = rfk_format<TYPE>::HAS_MIN, c.offset = rfk_format<TYPE>::OFFSET;
+    F::template begin<WAVE>(p.row0 + row, a.n_in, lane, at);
+    RFK_UNROLL(4)
+    for (uint32_t k = 0; k < (uint32_t)U; k++) {
+        if (row < n_out && k < mine) F::fetch(p.w, at, raw[k]);
+        F::template next<WAVE>(at);
+    }
+    rfk_wait_previous();
+    rfk_fill_columns<WAVE>(a, c, factors);
+    while (row < n_out) {
+        uint32_t next_round = round + 1, next_row = row, next_second = second;
+        if (next_round == rounds) { /* the row is done: next row */
+            next_round = 0;
+            next_second = a.glu & (second ^ 1);
+            if (!next_second) next_row += step;
+            F::template begin<WAVE>((next_second ? a.part[1].row0 : p.row0) + next_row, a.n_in, lane, at);
+        }
+        RFK_UNROLL(4)
+        for (uint32_t k = 0; k < (uint32_t)U; k++) {
+            const uint32_t i = round * U + k, fragment = lane + i * WAVE;
+            rfk_fragment_weights w;
+            bool is_q2 = false;
+            if (i < mine) F::unpack(raw[k], lane, w), is_q2 = rfk_is_q2(raw[k]);
+            if (next_row < n_out && next_round * U + k < mine) {
+                if (next_second) F::fetch(a.part[1].w, at, raw[k]);
+                else F::fetch(p.w, at, raw[k]);
+            }
+            F::template next<WAVE>(at);
+            RFK_UNROLL(4)
+            for (uint32_t col = 0; col < RFK_ROWS_MAX; col++)
+                if (i < mine && col < a.n_cols) {
+                    rfk_fragment_x x;
+                    rfk_load_x<TYPE>(rfk_column_of(c, col), fragment, x);
+                    sum[col] = rfk_dot_unpacked<TYPE>(w, is_q2, x, sum[col]);
+                }
+        }
+        if (next_round == 0) {
+            const float all = rfk_wave_sums<WAVE>(sum), made = lane < a.n_cols ? rfk_mul(all, factors[lane]) : 0.0f;
+            sum[0] = sum[1] = sum[2] = sum[3] = 0;
+            if (next_second) gate = made;
+            else if (a.glu && lane < a.n_cols) (void)rfk_put_glu(p, a.part[1], row, lane, gate, made);
+            else if (lane < a.n_cols) rfk_put(p, row, lane, made);
+        }
+        row = next_row, second = next_second, round = next_round;
+    }
+    if (a.norm_out && blockIdx.x == 0) rfk_few_norm_out(a, 0, a.n_cols, factors);
+}
+
+/* grid: the blocks of each product   block RFK_ROWS_BLOCK   LDS 1.5 bytes a value of the columns   reads W once */
+template <int WAVE, bool OTHER>
+static __global__ void RFK_RESIDENT(RFK_ROWS_BLOCK, RFK_ROWS_RESIDENT) rfk_rows(rfk_few_args a) {
+    if (!RFK_RUNS_WAVE(WAVE)) return;
+    RFK_SHARED(rfk_rows_shared, s);
+    RFK_DYNAMIC(int4, column);
+    uint32_t number = blockIdx.x, n_blocks = a.part[0].end_block, which = 0;
+    for (uint32_t i = 1; i < RFK_PRODUCTS; i++)
+        if (blockIdx.x >= a.part[i - 1].end_block) {
+            which = i;
+            number = blockIdx.x - a.part[i - 1].end_block;
+            n_blocks = a.part[i].end_block - a.part[i - 1].end_block;
+        }
+#if defined(RFK_NVIDIA)
+    const rfk_product &p = a.part[which]; /* stays in constant memory: there are no registers for it */
+#else
+    rfk_product p = a.part[0];
+    if (which == 1) p = a.part[1];
+    if (which == 2) p = a.part[2];
+#endif
+    rfk_column c;
+    c.n_fragments = a.n_in / 64;
+    c.piece = column;
+    c.scale = reinterpret_cast<float *>(column + 4 * c.n_fragments);
+    c.start = reinterpret_cast<float *>(column + 5 * c.n_fragments);
+    if (OTHER) {
+        rfk_rows_block<RFK_OTHER, WAVE, 1>(a, p, number, n_blocks, c, s.factors);
+        return;
+    }
+#define RFK_ROWS_CASE(TYPE, max) \
+    case TYPE: \
+        if (rfk_built<TYPE>::is) \
+            rfk_rows_block<TYPE, WAVE, (RFK_ROWS_IN_FLIGHT < max ? RFK_ROWS_IN_FLIGHT : max)>(a, p, number, n_blocks, \
+                                                                                             c, s.factors); \
+        break;
+    switch (p.type) {
+        RFK_FUSED_TYPES(RFK_ROWS_CASE)
+    default: break;
+    }
+#undef RFK_ROWS_CASE
+}
+template <int WAVE> static void (*rfk_find_rows(bool other))(rfk_few_args) {
+    return other ? rfk_rows<WAVE, true> : rfk_rows<WAVE, false>;
 }
 
 /* ---- weights straight to mma.sync ----
@@ -6440,7 +6599,7 @@ RFK_DEVICE void rfk_fetch_16bit(rfk_16bit_loads<TERMS, COLS> &v, const rfk_matmu
     v.w = reinterpret_cast<const rfk_chunk *>(p.w.plane[0] + 2 * ((size_t)(p.row0 + row) * n_in + k0))[chunk];
     RFK_UNROLL(8)
     for (uint32_t j = 0; j < TERMS * COLS / 64; j++) {
-        uint32_t piece = j / (COLS / 64), col = rfk_column(columns, i + j % (COLS / 64) * 64);
+        uint32_t piece = j / (COLS / 64), col = rfk_nth_column(columns, i + j % (COLS / 64) * 64);
         v.x[j] = reinterpret_cast<const rfk_chunk *>(x.value + ((size_t)piece * n_cols + col) * n_in + k0)[chunk];
     }
 }
@@ -6524,7 +6683,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_16bit(rfk_16bit_args<TI
             for (int i = 0; i < N; i++) {
                 uint32_t row = wave_row + 16 * (uint32_t)r + rfk_matrix_row(lane, RFK_ROW_INDEX((uint32_t)i), N),
                          col = wave_col + 16 * (uint32_t)c + rfk_matrix_col(lane, RFK_COL_INDEX((uint32_t)i));
-                float result = sum[r][c][i] * a.x.unit[rfk_column(columns, col)];
+                float result = sum[r][c][i] * a.x.unit[rfk_nth_column(columns, col)];
                 if (part) part[col * RFK_SMALL_TILE_ROWS + row] = result;
                 else if (row0 + row < p.n_out) rfk_put_column(a.tiles, p, columns, row0 + row, col, result);
             }
@@ -9542,6 +9701,9 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
         if (cudaFuncSetAttribute((const void *)rfk_few_direct, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  sizeof(rfk_direct_shared)) != cudaSuccess)
             d->direct = 0;
+        for (int i = 0; i < 2; i++)
+            (void)cudaFuncSetAttribute((const void *)rfk_find_rows<32>(i != 0),
+                                       cudaFuncAttributeMaxDynamicSharedMemorySize, (int)d->shared_bytes - 1024);
         for (uint32_t type = 0; d->wgmma && type < RF_TYPE_COUNT; type++) {
             const void *bf16 = (const void *)rfk_find_wgmma(type);
             if (!bf16) continue;
@@ -11911,20 +12073,21 @@ static rf_result rfk_run_slice(const rfk_launching *l) {
 
 /* ---- launches of a decode step ---- */
 
-/* Divide about max_blocks blocks among the products by their bytes. */
-static uint32_t rfk_divide_blocks(const rfk_launching *l, rfk_fused_args *a, uint32_t max_blocks) {
+/* Divide about max_blocks blocks, of `waves` rows at a time, among the products by their bytes. */
+static uint32_t rfk_divide_blocks(const rfk_launching *l, rfk_product *part, bool glu, uint32_t waves,
+                                  uint32_t max_blocks) {
     uint64_t total = 0, bytes[RFK_PRODUCTS] = {0, 0, 0};
-    uint32_t end = 0, n = a->glu ? 1 : l->together, waves = RFK_FUSED_BLOCK_OF(l->p->dev) / l->p->dev->wave;
+    uint32_t end = 0, n = glu ? 1 : l->together;
     for (uint32_t i = 0; i < n; i++)
-        total += bytes[i] = (uint64_t)a->part[i].n_out * rfk_row_bytes(&l->p->plan->weights[l->op[i].weight]);
+        total += bytes[i] = (uint64_t)part[i].n_out * rfk_row_bytes(&l->p->plan->weights[l->op[i].weight]);
     for (uint32_t i = 0; i < RFK_PRODUCTS; i++) {
         if (i < n) {
             uint32_t blocks = (uint32_t)((bytes[i] * max_blocks + total / 2) / total),
-                     enough = rfk_ceil_div(a->part[i].n_out, waves);
+                     enough = rfk_ceil_div(part[i].n_out, waves);
             blocks = blocks > enough ? enough : blocks;
             end += blocks ? blocks : 1;
         }
-        a->part[i].end_block = end;
+        part[i].end_block = end;
     }
     return end;
 }
@@ -11975,6 +12138,15 @@ static bool rfk_takes_direct(const rfk_launching *l, const rfk_few_args *a) {
 }
 #endif
 
+/* The most columns for which rfk_rows is the fastest; measured on an H200. */
+static uint32_t rfk_max_rows(const rfk_launching *l, const rfk_few_args *a) {
+#if defined(RFK_DIRECT_TYPES)
+    if (rfk_takes_direct(l, a)) return 3;
+#endif
+    (void)l, (void)a;
+    return RFK_ROWS_MAX;
+}
+
 /* A fused matvec of several rows: quantize its columns, then multiply. */
 static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
     rf_prepared *p = l->p;
@@ -12009,6 +12181,14 @@ static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
     rf_result r = rfk_enqueue_config(l, RFK_BY_WAVE(l, rfk_few_quantize<32>, rfk_few_quantize<64>), c, z);
     if (r != RF_OK) return r;
     const bool other = rfk_is_other(p->plan, f->products);
+    c.shared_bytes = a.n_in / 64 * 96 * a.n_cols;
+    if (a.n_cols <= rfk_max_rows(l, &a) && c.shared_bytes + 1024 <= p->dev->shared_bytes) {
+        const uint32_t waves = RFK_ROWS_BLOCK / p->dev->wave, blocks = RFK_ROWS_RESIDENT * p->dev->info.compute_units;
+        c.grid = dim3(rfk_divide_blocks(l, a.part, a.glu, waves, blocks));
+        c.block = dim3(RFK_ROWS_BLOCK);
+        return rfk_enqueue_config(l, RFK_BY_WAVE(l, rfk_find_rows<32>(other), rfk_find_rows<64>(other)), c, a);
+    }
+    c.shared_bytes = 0;
     c.grid = dim3(rfk_ceil_div(a.n_cols, RFK_FEW_ROWS), a.n_tiles);
     c.block = dim3(RFK_FEW_WAVES * p->dev->wave);
 #if defined(RFK_DIRECT_TYPES)
@@ -12052,7 +12232,9 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     rfk_bind_deferred_norm(p, f, &a);
     const rf_launch_config *config = &p->stats.configs[p->stats.config];
     const bool other = rfk_is_other(p->plan, f->products);
-    uint32_t blocks = rfk_divide_blocks(l, &a, config->blocks_per_cu * p->dev->info.compute_units);
+    const uint32_t waves = RFK_FUSED_BLOCK_OF(p->dev) / p->dev->wave,
+                   blocks = rfk_divide_blocks(l, a.part, a.glu, waves,
+                                              config->blocks_per_cu * p->dev->info.compute_units);
     rfk_config c = {dim3(blocks), dim3(RFK_FUSED_BLOCK_OF(p->dev)), a.n_in / 64 * 96, rfk_starts_early(l),
                     l->q->stream};
     void (*kernel)(rfk_fused_args) =
