@@ -3317,6 +3317,7 @@ RFK_DEVICE float rfk_high_half(uint32_t v) { return rfk_from_half((uint16_t)(v >
  * a row; fetch: load it; next: advance to the lane's next; unpack: its weights, a piece of 16 after the other, and its
  * scales; join: add its products to total, from its DOTS dot products with x, of one or two pieces each. sums: of x for
  * minimums, d * sum of a group, in RFK_OTHER the sum of a piece. */
+#define RFK_ONE(TYPE) (RFK_OTHER + 1 + (int)(TYPE)) /* one of RFK_OTHER's types */
 template <int TYPE> struct rfk_fragments;
 #define RFK_SCALES 6 /* of a fragment, at most */
 struct rfk_fragment_weights {
@@ -3529,10 +3530,11 @@ template <> struct rfk_fragments<RF_TYPE_Q6_K> {
 
 /* The other types: a unit at a time, half a fragment of the column. Offsets are 0; Q2_K has minimums, 0 in the others.
  */
-template <> struct rfk_format<RFK_OTHER> {
+template <int TYPE> struct rfk_format { /* RFK_OTHER and RFK_ONE(type) */
     static const int OFFSET = 0, HAS_MIN = 0;
 };
-template <> struct rfk_fragments<RFK_OTHER> {
+template <int TYPE> struct rfk_fragments {
+    static const int ONLY = TYPE - RFK_ONE(0); /* the type, if it is known here; the units and sums are the same */
     static const int VALUES = 32, DOTS = 2, ORDER = RFK_ORDER_LINEAR;
     typedef rfk_raw loaded;
     template <int WAVE> RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_fragment_at &at) {
@@ -3540,8 +3542,8 @@ template <> struct rfk_fragments<RFK_OTHER> {
     }
     RFK_DEVICE void fetch(const rfk_weight &w, const rfk_fragment_at &at, loaded &r) {
         const uint32_t block = 0, u = at.o[0];
-        r.type = w.type;
-        switch (w.type) {
+        r.type = ONLY < 0 ? w.type : (uint32_t)ONLY;
+        switch (r.type) {
             RFK_OTHER32_TYPES(RFK_FETCH_CASE)
             RFK_OTHER16_TYPES(RFK_FETCH_CASE)
             RFK_FETCH_CASE(RF_TYPE_Q2_K)
@@ -3553,7 +3555,7 @@ template <> struct rfk_fragments<RFK_OTHER> {
         const uint32_t u = lane;
         rfk_unit o;
         o.m[0] = o.m[1] = 0;
-        switch (r.type) {
+        switch (ONLY < 0 ? r.type : (uint32_t)ONLY) {
             RFK_OTHER32_TYPES(RFK_UNPACK_CASE)
             RFK_OTHER16_TYPES(RFK_UNPACK_CASE)
             RFK_UNPACK_CASE(RF_TYPE_Q2_K)
@@ -3570,8 +3572,10 @@ template <> struct rfk_fragments<RFK_OTHER> {
 };
 
 /* Whether minimums are there: rfk_raw keeps the type. */
-RFK_DEVICE bool rfk_is_q2(const rfk_raw &r) { return r.type == RF_TYPE_Q2_K; }
-RFK_DEVICE bool rfk_is_q2(const rfk_fragment &) { return false; }
+template <int TYPE> RFK_DEVICE bool rfk_is_q2(const rfk_raw &r) {
+    return TYPE == RFK_OTHER ? r.type == RF_TYPE_Q2_K : TYPE == RFK_ONE(RF_TYPE_Q2_K);
+}
+template <int TYPE> RFK_DEVICE bool rfk_is_q2(const rfk_fragment &) { return false; }
 
 /* Add the products of a fragment and a column's part of it to total. is_q2: a RFK_OTHER unit has minimums. */
 template <int TYPE>
@@ -3580,7 +3584,7 @@ RFK_DEVICE float rfk_dot_unpacked(const rfk_fragment_weights &w, bool is_q2, con
     const bool offset = rfk_format<TYPE>::OFFSET != 0, has_min = rfk_format<TYPE>::HAS_MIN != 0;
     rfk_fragment_scales scales = {{x.scale.x, x.scale.y, x.scale.z, x.scale.w}, {x.scale.z, x.scale.w}};
     float dots[4];
-    if (TYPE == RFK_OTHER || F::DOTS == 4) {
+    if (TYPE >= RFK_OTHER || F::DOTS == 4) {
         const float start[4] = {x.start.x, x.start.y, x.start.z, x.start.w};
         RFK_UNROLL(4)
         for (int i = 0; i < F::DOTS; i++)
@@ -3594,7 +3598,7 @@ RFK_DEVICE float rfk_dot_unpacked(const rfk_fragment_weights &w, bool is_q2, con
                                                  rfk_dot16(w.q + 8 * h, x.piece[2 * h], start)));
         }
     }
-    if (TYPE == RFK_OTHER) {
+    if (TYPE >= RFK_OTHER) {
         const int ones[4] = {0x01010101, 0x01010101, 0x01010101, 0x01010101};
         RFK_UNROLL(2)
         for (int i = 0; i < 2; i++) scales.sums[i] = is_q2 ? (float)rfk_dot16(ones, x.piece[i], 0) : 0.0f;
@@ -3606,22 +3610,22 @@ RFK_DEVICE float rfk_dot_fragment(const typename rfk_fragments<TYPE>::loaded &ra
                                   uint32_t lane, float total) {
     rfk_fragment_weights w;
     rfk_fragments<TYPE>::unpack(raw, lane, w);
-    return rfk_dot_unpacked<TYPE>(w, rfk_is_q2(raw), x, total);
+    return rfk_dot_unpacked<TYPE>(w, rfk_is_q2<TYPE>(raw), x, total);
 }
 
 /* Load the column's part of a fragment. */
 template <int TYPE> RFK_DEVICE void rfk_load_x(const rfk_column &c, uint32_t fragment, rfk_fragment_x &x) {
+    if (TYPE >= RFK_OTHER) { /* a unit */
+        const uint32_t odd = fragment % 2;
+        x.piece[0] = c.piece[2 * odd * c.n_fragments + fragment / 2];
+        x.piece[1] = c.piece[(2 * odd + 1) * c.n_fragments + fragment / 2];
+        x.scale.x = c.scale[4 * (fragment / 2) + odd];
+        return;
+    }
     RFK_UNROLL(4)
     for (uint32_t j = 0; j < 4; j++) x.piece[j] = c.piece[j * c.n_fragments + fragment];
     x.scale = reinterpret_cast<const float4 *>(c.scale)[fragment];
     if (TYPE == RF_TYPE_Q6_K) x.start = reinterpret_cast<const float4 *>(c.start)[fragment];
-}
-template <> __device__ __forceinline__
-void rfk_load_x<RFK_OTHER>(const rfk_column &c, uint32_t unit, rfk_fragment_x &x) {
-    const uint32_t odd = unit % 2, fragment = unit / 2;
-    x.piece[0] = c.piece[2 * odd * c.n_fragments + fragment];
-    x.piece[1] = c.piece[(2 * odd + 1) * c.n_fragments + fragment];
-    x.scale.x = c.scale[4 * fragment + odd];
 }
 
 /* Store silu(gate) * sum of a row and column, the results of two products, and return it. */
@@ -3735,8 +3739,8 @@ RFK_DEVICE void rfk_fused_block(const rfk_fused_args &a, const rfk_product &p, u
     rfk_quantize_results<WAVE>(a, number * 32 + threadIdx.x / WAVE * step, n_out, s);
 }
 
-/* Types with code of their own in the fused matvec, and how many fragments in flight fit. Two of Q8_0, of 68 bytes,
- * would spill, and two of Q5_K; RFK_OTHER types have one unit in flight. */
+/* Types whose fragments have 64 values, and how many of them in flight fit. Two of Q8_0, of 68 bytes, would spill, and
+ * two of Q5_K. */
 #define RFK_FUSED_TYPES(X)                                                                                            \
     X(RF_TYPE_Q8_0, 1) X(RF_TYPE_Q4_0, 2) X(RF_TYPE_Q4_1, 2) X(RF_TYPE_Q5_0, 2)                                      \
     X(RF_TYPE_Q5_1, 2) X(RF_TYPE_Q4_K, 2) X(RF_TYPE_Q5_K, 1) X(RF_TYPE_Q6_K, 2)
@@ -3751,9 +3755,19 @@ static uint32_t rfk_max_in_flight(uint32_t type) {
 #undef RFK_MAX_CASE
 }
 
+/* Units in flight of RFK_OTHER types, each with code of its own: on NVIDIA as many as fit into 64 registers. */
+#if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
+#define RFK_ONE_IN_FLIGHT(TYPE) \
+    ((TYPE) == RF_TYPE_Q3_K || (TYPE) == RF_TYPE_TQ1_0 ? 1 \
+     : (TYPE) == RF_TYPE_Q2_K || (TYPE) == RF_TYPE_TQ2_0 ? 2 \
+                                                         : 4)
+#else
+#define RFK_ONE_IN_FLIGHT(TYPE) 1
+#endif
 /* grid: the blocks of each product   block RFK_FUSED_BLOCK   LDS 6 KiB and 1.5 bytes a value of the column
  *   reads W once
- * U: fragments in flight a lane, or fewer if the type needs more registers; OTHER: for RFK_OTHER types, U is 1 */
+ * U: fragments in flight a lane, or fewer if the type needs more registers; OTHER: for RFK_OTHER types, where U does
+ * not matter */
 template <int WAVE, int U, bool OTHER>
 static __global__ void RFK_RESIDENT(RFK_FUSED_BLOCK, RFK_FUSED_RESIDENT) rfk_fused_matvec(rfk_fused_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
@@ -3779,8 +3793,18 @@ static __global__ void RFK_RESIDENT(RFK_FUSED_BLOCK, RFK_FUSED_RESIDENT) rfk_fus
     c.scale = reinterpret_cast<float *>(column + 4 * c.n_fragments);
     c.start = reinterpret_cast<float *>(column + 5 * c.n_fragments);
     if (OTHER) {
-        rfk_fused_block<RFK_OTHER, WAVE, U>(a, p, number, n_blocks, c, s);
+#define RFK_ONE_CASE(TYPE) \
+    case TYPE: \
+        if (rfk_built<TYPE>::is) \
+            rfk_fused_block<RFK_ONE(TYPE), WAVE, RFK_ONE_IN_FLIGHT(TYPE)>(a, p, number, n_blocks, c, s); \
         return;
+        switch (p.type) {
+            RFK_OTHER32_TYPES(RFK_ONE_CASE)
+            RFK_OTHER16_TYPES(RFK_ONE_CASE)
+            RFK_ONE_CASE(RF_TYPE_Q2_K)
+        default: return;
+        }
+#undef RFK_ONE_CASE
     }
 #define RFK_FUSED_CASE(TYPE, max) \
     case TYPE: \
@@ -5357,7 +5381,7 @@ RFK_DEVICE void rfk_rows_block(const rfk_few_args &a, const rfk_product &p, uint
             const uint32_t i = round * U + k, fragment = lane + i * WAVE;
             rfk_fragment_weights w;
             bool is_q2 = false;
-            if (i < mine) F::unpack(raw[k], lane, w), is_q2 = rfk_is_q2(raw[k]);
+            if (i < mine) F::unpack(raw[k], lane, w), is_q2 = rfk_is_q2<TYPE>(raw[k]);
             if (next_row < n_out && next_round * U + k < mine) {
                 if (next_second) F::fetch(a.part[1].w, at, raw[k]);
                 else F::fetch(p.w, at, raw[k]);
