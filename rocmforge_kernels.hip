@@ -6371,8 +6371,7 @@ RFK_DEVICE void rfk_wgmma_put(const rfk_wgmma_args &a, const rfk_product &p, con
 template <int TYPE, uint32_t ONLY = RF_TYPE_COUNT>
 static __global__ void RFK_THREADS(RFK_WGMMA_GROUPS *RFK_WGMMA_BLOCK) rfk_matmul_wgmma(rfk_wgmma_args a) {
 #if defined(RFK_HAS_WGMMA)
-    const bool HALVES = TYPE == RF_TYPE_F16, /* F32 stands for a type that is not built */
-               COPIED = HALVES || TYPE == RF_TYPE_BF16 || TYPE == RF_TYPE_F32;
+    const bool HALVES = TYPE == RF_TYPE_F16, COPIED = HALVES || TYPE == RF_TYPE_BF16;
     RFK_SHARED(rfk_mbarriers, barriers);
     RFK_SHARED(rfk_wgmma_columns, columns);
     RFK_DYNAMIC(int4, memory);
@@ -6421,12 +6420,13 @@ static __global__ void RFK_THREADS(RFK_WGMMA_GROUPS *RFK_WGMMA_BLOCK) rfk_matmul
 }
 
 static void (*rfk_find_wgmma(uint32_t type))(rfk_wgmma_args) {
-    if (type == RF_TYPE_MXFP4) return rfk_matmul_wgmma<RFK_BUILT(RFK_OTHER32), RF_TYPE_MXFP4>;
+    const uint32_t MXFP4 = rfk_built<RF_TYPE_MXFP4>::is ? RF_TYPE_MXFP4 : RF_TYPE_COUNT;
+    if (type == RF_TYPE_MXFP4) return rfk_matmul_wgmma<RFK_BUILT(RFK_OTHER32), MXFP4>;
 #define RFK_QUANTIZED_CASE(TYPE) case TYPE: return rfk_matmul_wgmma<RFK_BUILT(TYPE)>;
     switch (rfk_kernel_type(type)) {
         RFK_QUANTIZED_TYPES(RFK_QUANTIZED_CASE)
-    case RF_TYPE_F16: return rfk_matmul_wgmma<RFK_BUILT_FLOAT(RF_TYPE_F16)>;
-    case RF_TYPE_BF16: return rfk_matmul_wgmma<RFK_BUILT_FLOAT(RF_TYPE_BF16)>;
+    case RF_TYPE_F16: return rfk_matmul_wgmma<RFK_BUILT(RF_TYPE_F16)>;
+    case RF_TYPE_BF16: return rfk_matmul_wgmma<RFK_BUILT(RF_TYPE_BF16)>;
     default: return NULL;
     }
 #undef RFK_QUANTIZED_CASE
