@@ -3190,6 +3190,29 @@ RFK_DEVICE void rfk_put_scale(const rfk_column &c, uint32_t chunk, float d, int 
     }
 }
 
+/* A column of n values in shared memory. */
+RFK_DEVICE rfk_column rfk_column_in(int4 *memory, uint32_t n) {
+    rfk_column c;
+    c.n_fragments = n / 64;
+    c.piece = memory;
+    c.scale = reinterpret_cast<float *>(memory + 4 * c.n_fragments);
+    c.start = reinterpret_cast<float *>(memory + 5 * c.n_fragments);
+    return c;
+}
+
+/* The product of this block, the block's number in it and how many blocks it has. */
+RFK_DEVICE uint32_t rfk_find_product(const rfk_product *part, uint32_t &number, uint32_t &n_blocks) {
+    uint32_t which = 0;
+    number = blockIdx.x, n_blocks = part[0].end_block;
+    for (uint32_t i = 1; i < RFK_PRODUCTS; i++)
+        if (blockIdx.x >= part[i - 1].end_block) {
+            which = i;
+            number = blockIdx.x - part[i - 1].end_block;
+            n_blocks = part[i].end_block - part[i - 1].end_block;
+        }
+    return which;
+}
+
 #define RFK_FUSED_PASSES 8u /* rows of a wave at most, if the block quantizes its results */
 struct rfk_fused_shared {
     float factor;                         /* of all dot products: 1 / rms of a deferred norm */
@@ -3317,7 +3340,6 @@ RFK_DEVICE float rfk_high_half(uint32_t v) { return rfk_from_half((uint16_t)(v >
  * a row; fetch: load it; next: advance to the lane's next; unpack: its weights, a piece of 16 after the other, and its
  * scales; join: add its products to total, from its DOTS dot products with x, of one or two pieces each. sums: of x for
  * minimums, d * sum of a group, in RFK_OTHER the sum of a piece. */
-#define RFK_ONE(TYPE) (RFK_OTHER + 1 + (int)(TYPE)) /* one of RFK_OTHER's types */
 template <int TYPE> struct rfk_fragments;
 #define RFK_SCALES 6 /* of a fragment, at most */
 struct rfk_fragment_weights {
@@ -3529,12 +3551,13 @@ template <> struct rfk_fragments<RF_TYPE_Q6_K> {
 };
 
 /* The other types: a unit at a time, half a fragment of the column. Offsets are 0; Q2_K has minimums, 0 in the others.
- */
-template <int TYPE> struct rfk_format { /* RFK_OTHER and RFK_ONE(type) */
+ * RFK_OTHER reads the type of each unit; RFK_ONE(type) is code for that type alone, with the same units and sums. */
+#define RFK_ONE(TYPE) (RFK_OTHER + 1 + (int)(TYPE))
+template <int TYPE> struct rfk_format {
     static const int OFFSET = 0, HAS_MIN = 0;
 };
 template <int TYPE> struct rfk_fragments {
-    static const int ONLY = TYPE - RFK_ONE(0); /* the type, if it is known here; the units and sums are the same */
+    static const int ONLY = TYPE - RFK_ONE(0); /* the type of RFK_ONE; RFK_OTHER: negative */
     static const int VALUES = 32, DOTS = 2, ORDER = RFK_ORDER_LINEAR;
     typedef rfk_raw loaded;
     template <int WAVE> RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_fragment_at &at) {
@@ -3577,7 +3600,7 @@ template <int TYPE> RFK_DEVICE bool rfk_is_q2(const rfk_raw &r) {
 }
 template <int TYPE> RFK_DEVICE bool rfk_is_q2(const rfk_fragment &) { return false; }
 
-/* Add the products of a fragment and a column's part of it to total. is_q2: a RFK_OTHER unit has minimums. */
+/* Add the products of an unpacked fragment and a column's part of it to total. is_q2: a Q2_K unit. */
 template <int TYPE>
 RFK_DEVICE float rfk_dot_unpacked(const rfk_fragment_weights &w, bool is_q2, const rfk_fragment_x &x, float total) {
     typedef rfk_fragments<TYPE> F;
@@ -3773,13 +3796,8 @@ static __global__ void RFK_RESIDENT(RFK_FUSED_BLOCK, RFK_FUSED_RESIDENT) rfk_fus
     if (!RFK_RUNS_WAVE(WAVE)) return;
     RFK_SHARED(rfk_fused_shared, s);
     RFK_DYNAMIC(int4, column);
-    uint32_t number = blockIdx.x, n_blocks = a.part[0].end_block, which = 0;
-    for (uint32_t i = 1; i < RFK_PRODUCTS; i++)
-        if (blockIdx.x >= a.part[i - 1].end_block) {
-            which = i;
-            number = blockIdx.x - a.part[i - 1].end_block;
-            n_blocks = a.part[i].end_block - a.part[i - 1].end_block;
-        }
+    uint32_t number, n_blocks;
+    const uint32_t which = rfk_find_product(a.part, number, n_blocks);
 #if defined(RFK_NVIDIA)
     const rfk_product &p = a.part[which]; /* stays in constant memory: there are no registers for it */
 #else
@@ -3787,11 +3805,7 @@ static __global__ void RFK_RESIDENT(RFK_FUSED_BLOCK, RFK_FUSED_RESIDENT) rfk_fus
     if (which == 1) p = a.part[1];
     if (which == 2) p = a.part[2];
 #endif
-    rfk_column c;
-    c.n_fragments = a.n_in / 64;
-    c.piece = column;
-    c.scale = reinterpret_cast<float *>(column + 4 * c.n_fragments);
-    c.start = reinterpret_cast<float *>(column + 5 * c.n_fragments);
+    const rfk_column c = rfk_column_in(column, a.n_in);
     if (OTHER) {
 #define RFK_ONE_CASE(TYPE) \
     case TYPE: \
@@ -5297,7 +5311,7 @@ RFK_DEVICE void rfk_few_norm_out(const rfk_few_args &a, uint32_t col0, uint32_t 
     }
 }
 
-/* ---- two to four columns ----
+/* ---- two to four columns, by dot products ----
  * As the fused matvec: a wave has a row, its lanes fragments, which they unpack once and multiply by each column. */
 
 #define RFK_ROWS_MAX 4u /* columns: eight took longer, for a few as for eight */
@@ -5309,7 +5323,7 @@ RFK_DEVICE void rfk_few_norm_out(const rfk_few_args &a, uint32_t col0, uint32_t 
 #define RFK_ROWS_BLOCK 512
 #define RFK_ROWS_IN_FLIGHT 2 /* fragments a lane: fewer of them in more waves were slower on an H200 */
 struct rfk_rows_shared {
-    float factors[RFK_ROWS_MAX]; /* of each column: 1 / rms of a deferred norm */
+    float factors[RFK_ROWS_MAX]; /* as in rfk_few_shared */
 };
 
 RFK_DEVICE rfk_column rfk_column_of(rfk_column c, uint32_t i) {
@@ -5328,15 +5342,11 @@ template <int WAVE> RFK_DEVICE void rfk_fill_columns(const rfk_few_args &a, cons
         const int sum = (int)a.x.sum[from], next = chunk % 2 ? 0 : (int)a.x.sum[from + RFK_FEW_ROWS];
         rfk_put_scale(to, chunk, a.x.d[chunk / 2 * RFK_FEW_ROWS + col], sum, sum + next);
     }
-    for (uint32_t col = threadIdx.x / WAVE; col < a.n_cols; col += RFK_ROWS_BLOCK / WAVE) {
-        const float *squares = a.x.squares + (size_t)col * (a.n_in / 32);
-        const float factor = a.norm ? rfk_norm_factor<WAVE>(squares, a.n_in, a.eps) : 1.0f;
-        if (threadIdx.x % WAVE == 0) factors[col] = factor;
-    }
+    rfk_few_factors<WAVE>(a, 0, a.n_cols, factors);
     __syncthreads();
 }
 
-/* rfk_wave_sum of each of four values: value i where lane % 4 is i. Lanes keep what their neighbours give away. */
+/* rfk_wave_sum of each of four values (reduce-scatter): value i where lane % 4 is i. */
 template <int WAVE> RFK_DEVICE float rfk_wave_sums(const float (&v)[RFK_ROWS_MAX]) {
     const bool odd = threadIdx.x % 2 != 0, second = threadIdx.x / 2 % 2 != 0;
     const float low = (odd ? v[1] : v[0]) + rfk_shuffle_xor<WAVE>(odd ? v[0] : v[1], 1),
@@ -5413,13 +5423,8 @@ static __global__ void RFK_RESIDENT(RFK_ROWS_BLOCK, RFK_ROWS_RESIDENT) rfk_rows(
     if (!RFK_RUNS_WAVE(WAVE)) return;
     RFK_SHARED(rfk_rows_shared, s);
     RFK_DYNAMIC(int4, column);
-    uint32_t number = blockIdx.x, n_blocks = a.part[0].end_block, which = 0;
-    for (uint32_t i = 1; i < RFK_PRODUCTS; i++)
-        if (blockIdx.x >= a.part[i - 1].end_block) {
-            which = i;
-            number = blockIdx.x - a.part[i - 1].end_block;
-            n_blocks = a.part[i].end_block - a.part[i - 1].end_block;
-        }
+    uint32_t number, n_blocks;
+    const uint32_t which = rfk_find_product(a.part, number, n_blocks);
 #if defined(RFK_NVIDIA)
     const rfk_product &p = a.part[which]; /* stays in constant memory: there are no registers for it */
 #else
@@ -5427,11 +5432,7 @@ static __global__ void RFK_RESIDENT(RFK_ROWS_BLOCK, RFK_ROWS_RESIDENT) rfk_rows(
     if (which == 1) p = a.part[1];
     if (which == 2) p = a.part[2];
 #endif
-    rfk_column c;
-    c.n_fragments = a.n_in / 64;
-    c.piece = column;
-    c.scale = reinterpret_cast<float *>(column + 4 * c.n_fragments);
-    c.start = reinterpret_cast<float *>(column + 5 * c.n_fragments);
+    const rfk_column c = rfk_column_in(column, a.n_in);
     if (OTHER) {
         rfk_rows_block<RFK_OTHER, WAVE, 1>(a, p, number, n_blocks, c, s.factors);
         return;
@@ -5778,7 +5779,7 @@ RFK_DEVICE uint32_t rfk_direct_tiles(const rfk_few_args &a, uint32_t t, rfk_dire
 }
 #endif
 
-/* rfk_few for up to 16 columns and types that have rfk_direct. All blocks are on the GPU at once.
+/* rfk_few for 4 to 16 columns and types that have rfk_direct. All blocks are on the GPU at once.
  *   grid [eights of columns, blocks]   block 8 waves   LDS 104 KiB   reads W once, from cache for the second eight */
 static __global__ void RFK_RESIDENT(RFK_FEW_WAVES * 32, 2) rfk_few_direct(rfk_few_args a) {
 #if RFK_MAY_BE(RFK_MATRIX_SM80)
@@ -8477,8 +8478,8 @@ template <int WAVE, int PER, int N> RFK_DEVICE void rfk_decode_spread(float (&v)
  * registers are free. */
 template <int WAVE, class KV, int G, int PER>
 RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const rfk_decode_attention_args &a,
-                                  const rfk_decode_cells<KV> &in, uint32_t first, rfk_decode_work<KV, G,
-                                          PER> &o) {
+                                  const rfk_decode_cells<KV> &in, uint32_t first,
+                                  rfk_decode_work<KV, G, PER> &o) {
     typedef rfk_decode_shape<KV, G, PER> S;
     const bool packed = rfk_decode_raw<KV, PER>::PACKED;
     const uint32_t lane = threadIdx.x % PER, wave_lane = threadIdx.x % WAVE, base = wave_lane - lane;
@@ -8504,7 +8505,7 @@ RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const r
         }
     }
     rfk_decode_load<KV, PER, S::T>(o.k, in.k, a.n_cells, a.head_dim, first + S::T * S::SLOTS, S::SLOTS,
-                                          in.older_end);
+                                   in.older_end);
     rfk_decode_spread<WAVE, PER, S::N>(score);
     float top = o.largest;
     RFK_UNROLL(2)
@@ -8541,7 +8542,7 @@ RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const r
         }
     }
     rfk_decode_load<KV, PER, S::T>(o.v, in.v, a.n_cells, a.head_dim, first + S::T * S::SLOTS, S::SLOTS,
-                                          in.older_end);
+                                   in.older_end);
 }
 
 /* Where the results of a KV head go, and the parts of its splits. */
@@ -8879,7 +8880,7 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_decode_atten
     __syncthreads();
     if (owns_key)
         rfk_decode_store<WAVE>(s, (KV *)a.k_state + head, (KV *)a.v_state + head,
-                            (uint32_t)row.pos % a.n_cells, a.head_dim);
+                               (uint32_t)row.pos % a.n_cells, a.head_dim);
     RFK_UNROLL(1)
     for (uint32_t first = begin; first < end; first += S::T * S::SLOTS)
         rfk_decode_positions<WAVE, KV, G, PER>(s, a, in, first + slot, work);
