@@ -327,13 +327,20 @@ static hipError_t rfk_launch(void (*kernel)(P...), dim3 grid, dim3 block, hipStr
     return rfk_launch_config(kernel, c, args...);
 }
 
+/* Let the next kernel start, to load its weights while this one waits. All threads call it. */
+RFK_DEVICE void rfk_start_next() {
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 /* Wait until the writes of earlier kernels can be read, then let the next kernel start to load its weights. Returns at
  * once in a kernel that was not launched early. All threads call it. */
 RFK_DEVICE void rfk_wait_previous() {
 #if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+    rfk_start_next();
 }
 
 #define RFK_BLOCK 256        /* threads of a block unless a kernel says otherwise */
@@ -5120,6 +5127,7 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_few_quanti
     RFK_UNROLL(4)
     for (uint32_t k = 0; k < 4; k++)
         if (a.norm && inside) w[k] = rfk_load_any(a.norm, a.norm_type, 4 * (size_t)i + k);
+    rfk_start_next();
     rfk_wait_previous();
     rfk_get4(a.x + (size_t)(a.rows ? a.rows[col] : col) * a.x_stride, i, a.n, x);
     if (a.norm) {
@@ -5291,10 +5299,11 @@ RFK_DEVICE void rfk_few_store(const typename rfk_fragments<TYPE>::loaded &raw, u
     for (int i = 0; i < RFK_SCALES; i++) scale[i] = o.s[i];
 }
 
-/* The factors of a block's `count` columns from col0 on, a column a wave. */
+/* The factors of a block's `count` columns from col0 on, a column a wave, from the last wave on: it has the least to
+ * copy. */
 template <int WAVE>
 RFK_DEVICE void rfk_few_factors(const rfk_few_args &a, uint32_t col0, uint32_t count, float *factors) {
-    for (uint32_t c = threadIdx.x / WAVE; c < count; c += RFK_FEW_WAVES) {
+    for (uint32_t c = (blockDim.x - 1 - threadIdx.x) / WAVE; c < count; c += blockDim.x / WAVE) {
         const float *squares = a.x.squares + (size_t)(col0 + c) * (a.n_in / 32);
         const float factor = a.norm && col0 + c < a.n_cols ? rfk_norm_factor<WAVE>(squares, a.n_in, a.eps) : 1.0f;
         if (threadIdx.x % WAVE == 0) factors[c] = factor;
@@ -5331,16 +5340,36 @@ RFK_DEVICE rfk_column rfk_column_of(rfk_column c, uint32_t i) {
     return c;
 }
 
-/* Copy the columns to shared memory, and make their factors. Ends with a barrier. */
+/* Copy the columns to shared memory, a group of 32 of a column a thread; loads of four are in flight. Waves without
+ * groups make the factors meanwhile. Ends with a barrier. */
 template <int WAVE> RFK_DEVICE void rfk_fill_columns(const rfk_few_args &a, const rfk_column &c, float *factors) {
-    for (uint32_t i = threadIdx.x; i < a.n_in / 16 * RFK_ROWS_MAX; i += RFK_ROWS_BLOCK) {
-        const uint32_t chunk = i / RFK_ROWS_MAX, col = i % RFK_ROWS_MAX, from = chunk * RFK_FEW_ROWS + col;
-        if (col >= a.n_cols) continue;
-        const rfk_column to = rfk_column_of(c, col);
-        uint32_t piece, fragment = rfk_chunk_fragment(c, chunk, &piece);
-        to.piece[piece * c.n_fragments + fragment] = a.x.q[from];
-        const int sum = (int)a.x.sum[from], next = chunk % 2 ? 0 : (int)a.x.sum[from + RFK_FEW_ROWS];
-        rfk_put_scale(to, chunk, a.x.d[chunk / 2 * RFK_FEW_ROWS + col], sum, sum + next);
+    const uint32_t shift = a.n_cols > 2 ? 2 : 1, end = a.n_in / 32 << shift;
+    RFK_UNROLL(1)
+    for (uint32_t first = threadIdx.x; first < end; first += 4 * RFK_ROWS_BLOCK) {
+        int4 q[4][2];
+        float d[4];
+        RFK_UNROLL(4)
+        for (uint32_t k = 0; k < 4; k++) {
+            const uint32_t i = first + k * RFK_ROWS_BLOCK, col = i & ((1u << shift) - 1),
+                           from = (i >> shift) * RFK_FEW_ROWS + col;
+            if (i >= end || col >= a.n_cols) continue;
+            q[k][0] = a.x.q[2 * from - col], q[k][1] = a.x.q[2 * from - col + RFK_FEW_ROWS];
+            d[k] = a.x.d[from];
+        }
+        RFK_UNROLL(4)
+        for (uint32_t k = 0; k < 4; k++) {
+            const uint32_t i = first + k * RFK_ROWS_BLOCK, col = i & ((1u << shift) - 1), chunk = (i >> shift) * 2;
+            if (i >= end || col >= a.n_cols) continue;
+            const rfk_column to = rfk_column_of(c, col);
+            const int ones[4] = {0x01010101, 0x01010101, 0x01010101, 0x01010101};
+            const int sums[2] = {rfk_dot16(ones, q[k][0], 0), rfk_dot16(ones, q[k][1], 0)};
+            RFK_UNROLL(2)
+            for (uint32_t h = 0; h < 2; h++) {
+                uint32_t piece, fragment = rfk_chunk_fragment(c, chunk + h, &piece);
+                to.piece[piece * c.n_fragments + fragment] = q[k][h];
+                rfk_put_scale(to, chunk + h, d[k], sums[h], sums[0] + sums[1]);
+            }
+        }
     }
     rfk_few_factors<WAVE>(a, 0, a.n_cols, factors);
     __syncthreads();
@@ -5730,12 +5759,10 @@ RFK_DEVICE uint32_t rfk_direct_tiles(const rfk_few_args &a, uint32_t t, rfk_dire
     (void)rfk_find_direct(a, t, here);
     rfk_begin_direct(a, here, at);
     if (wave < n_blocks) D::copy(a.part[here.which].w, at, n_blocks, s.w[wave][0], ahead);
-    if (t == 0) {
-        rfk_wait_previous();
-        rfk_few_factors<32>(a, blockIdx.x * RFK_DIRECT_COLS, RFK_DIRECT_COLS, s.factor);
-    }
+    if (t == 0) rfk_wait_previous();
     if (wave < n_blocks) rfk_direct_copy<TYPE>(a, wave, s.x[wave][0]);
     rfk_commit_copies();
+    if (t == 0) rfk_few_factors<32>(a, blockIdx.x * RFK_DIRECT_COLS, RFK_DIRECT_COLS, s.factor);
     uint32_t turn = 0;
     bool is_first = true, goes_on = true;
     while (goes_on) {
@@ -8819,6 +8846,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_decode_keys(rfk_decode_attenti
     rfk_decode_pairs<WAVE, PER> pairs;
     rfk_decode_pair<WAVE, PER>(pairs, a);
     rfk_decode_norms<1, PER>(s, a);
+    rfk_start_next();
     rfk_wait_previous();
     rfk_decode_queries<WAVE, 1, PER>(s, a, blockIdx.x, 0, true, pairs);
     __syncthreads();
