@@ -281,12 +281,13 @@ RFK_DEVICE void rfk_compiler_fence() {
 #endif
 }
 
-/* Launch parameters. `early`: the kernel may start while the one before it in the stream still runs (programmatic
- * dependent launch), because it calls rfk_wait_previous before it touches what others write. */
+/* Launch parameters. `early` is not 0: the kernel may start while the one before it in the stream still runs
+ * (programmatic dependent launch), because it calls rfk_wait_previous before it touches what others write. It is the
+ * share of shared memory in a multiprocessor's L1, in percent, the same for all kernels of a step: it changes only when
+ * the multiprocessor is idle. */
 struct rfk_config {
     dim3 grid, block;
-    uint32_t shared_bytes;
-    int early;
+    uint32_t shared_bytes, early;
     hipStream_t stream;
 };
 
@@ -300,20 +301,27 @@ static hipError_t rfk_launch_config(void (*kernel)(P...), const rfk_config &c,
 #else
     void *list[] = {(void *)&args...};
 #if defined(RFK_NVIDIA)
-    if (c.early) { /* a multiprocessor changes its carveout only when idle: all kernels ask for the same */
-        (void)cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 50);
+    if (c.early) {
         cudaLaunchConfig_t config;
-        cudaLaunchAttribute attribute;
+        cudaLaunchAttribute attributes[2];
         memset(&config, 0, sizeof config);
-        memset(&attribute, 0, sizeof attribute);
-        attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        attribute.val.programmaticStreamSerializationAllowed = 1;
+        memset(attributes, 0, sizeof attributes);
+        attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[0].val.programmaticStreamSerializationAllowed = 1;
+        config.numAttrs = 1;
+#if CUDART_VERSION >= 12060
+        attributes[1].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+        attributes[1].val.sharedMemCarveout = c.early;
+        config.numAttrs = 2;
+#else
+        (void)cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                   (int)c.early);
+#endif
         config.gridDim = c.grid;
         config.blockDim = c.block;
         config.dynamicSmemBytes = c.shared_bytes;
         config.stream = c.stream;
-        config.attrs = &attribute;
-        config.numAttrs = 1;
+        config.attrs = attributes;
         return cudaLaunchKernelExC(&config, (const void *)kernel, list);
     }
 #endif
@@ -5323,6 +5331,8 @@ RFK_DEVICE void rfk_few_norm_out(const rfk_few_args &a, uint32_t col0, uint32_t 
 /* ---- two to four columns, by dot products ----
  * As the fused matvec: a wave has a row, its lanes fragments, which they unpack once and multiply by each column. */
 
+#define RFK_DIRECT_ABOVE 3u /* columns for which rfk_rows is faster than rfk_few_direct, on an H200 */
+#define RFK_DIRECT_MAX 32u  /* columns for which rfk_few_direct is faster than rfk_few */
 #define RFK_ROWS_MAX 4u /* columns: eight took longer, for a few as for eight */
 #if defined(RFK_NVIDIA)
 #define RFK_ROWS_RESIDENT 1 /* at 128 registers a thread, one block fills a multiprocessor */
@@ -5507,11 +5517,21 @@ struct rfk_direct_shared {
 /* How a wave copies a block of 256 weights of 16 rows to shared memory, and a lane reads its part of four adjacent
  * fragments. K: values of a product; ROW: bytes of a row there; head: scales; loaded: what is kept in registers. */
 template <int TYPE> struct rfk_direct;
-struct rfk_direct_at {
-    uint32_t block, last; /* of the first of 16 rows; the last row that exists */
+/* A tile's two halves of eight rows: adjacent, or in a GLU the same rows of its two products. */
+struct rfk_direct_half {
+    uint32_t block, last; /* of the first row; the last row that exists */
 };
-RFK_DEVICE uint32_t rfk_direct_block(const rfk_direct_at &at, uint32_t row, uint32_t n_blocks) {
-    return at.block + (row < at.last ? row : at.last) * n_blocks;
+struct rfk_direct_at {
+    rfk_direct_half half[2];
+    uint32_t product[2]; /* whose weights they are */
+};
+/* Where the block of row i of the tile is in plane `plane`, whose blocks have `bytes` bytes. */
+RFK_DEVICE const uint8_t *rfk_direct_from(const rfk_few_args &a, const rfk_direct_at &at, uint32_t i, int plane,
+                                          uint32_t bytes) {
+    const bool low = i < 8;
+    const uint32_t block = low ? at.half[0].block : at.half[1].block, last = low ? at.half[0].last : at.half[1].last;
+    const uint8_t *const from = a.part[low ? at.product[0] : at.product[1]].w.plane[plane];
+    return from + (block + (i % 8 < last ? i % 8 : last) * (a.n_in / 256)) * bytes;
 }
 template <> struct rfk_direct<RF_TYPE_Q4_K> {
     static const int K = 32, ROW = 160; /* bytes: rows of a half wave lie in different banks */
@@ -5520,15 +5540,17 @@ template <> struct rfk_direct<RF_TYPE_Q4_K> {
         uint32_t scale[2][2], min[2][2]; /* [row] eight of 6 bits, a byte each */
         float d[2], m[2];
     };
-    RFK_DEVICE void copy(const rfk_weight &w, const rfk_direct_at &at, uint32_t n_blocks, uint8_t *to, loaded &) {
+    RFK_DEVICE void copy(const rfk_few_args &a, const rfk_direct_at &at, uint8_t *to, loaded &) {
         const uint32_t lane = threadIdx.x % 32;
-        RFK_UNROLL(5)
-        for (uint32_t k = 0; k < 5; k++) {
-            const uint32_t row = (lane + 32 * k) / 9, part = (lane + 32 * k) % 9 * 16;
-            if (k == 4 && lane >= 16) break; /* 16 rows of nine 16 bytes */
-            const uint8_t *from = w.plane[0] + rfk_direct_block(at, row, n_blocks) * 144 + part;
-            rfk_copy16(reinterpret_cast<int4 *>(to + row * ROW + part), reinterpret_cast<const int4 *>(from));
+        RFK_UNROLL(4)
+        for (uint32_t k = 0; k < 4; k++) {
+            const uint32_t row = lane / 8 + 4 * k, part = 16 + lane % 8 * 16;
+            rfk_copy16(reinterpret_cast<int4 *>(to + row * ROW + part),
+                       reinterpret_cast<const int4 *>(rfk_direct_from(a, at, row, 0, 144) + part));
         }
+        if (lane < 16)
+            rfk_copy16(reinterpret_cast<int4 *>(to + lane * ROW),
+                       reinterpret_cast<const int4 *>(rfk_direct_from(a, at, lane, 0, 144)));
     }
     RFK_DEVICE void read_head(const uint8_t *rows, const loaded &, scales &o) {
         RFK_UNROLL(2)
@@ -5563,26 +5585,25 @@ template <> struct rfk_direct<RF_TYPE_Q6_K> {
         int4 scale[2];
         float d[2];
     };
-    RFK_DEVICE void copy(const rfk_weight &w, const rfk_direct_at &at, uint32_t n_blocks, uint8_t *to, loaded &ahead) {
+    RFK_DEVICE void copy(const rfk_few_args &a, const rfk_direct_at &at, uint8_t *to, loaded &ahead) {
         const uint32_t lane = threadIdx.x % 32;
         RFK_UNROLL(4)
         for (uint32_t k = 0; k < 4; k++) {
             const uint32_t row = lane / 8 + 4 * k, part = lane % 8 * 16;
-            const uint8_t *from = w.plane[0] + rfk_direct_block(at, row, n_blocks) * 128 + part;
+            const uint8_t *from = rfk_direct_from(a, at, row, 0, 128) + part;
             rfk_copy16(reinterpret_cast<int4 *>(to + row * ROW + part), reinterpret_cast<const int4 *>(from));
         }
         RFK_UNROLL(2)
         for (uint32_t k = 0; k < 2; k++) {
             const uint32_t row = lane / 4 + 8 * k, part = lane % 4 * 16;
-            const uint8_t *from = w.plane[1] + rfk_direct_block(at, row, n_blocks) * 64 + part;
+            const uint8_t *from = rfk_direct_from(a, at, row, 1, 64) + part;
             rfk_copy16(reinterpret_cast<int4 *>(to + row * ROW + 128 + part), reinterpret_cast<const int4 *>(from));
         }
         if (lane < 16)
             rfk_copy16(reinterpret_cast<int4 *>(to + lane * ROW + 192),
-                       reinterpret_cast<const int4 *>(w.plane[2] + rfk_direct_block(at, lane, n_blocks) * 16));
+                       reinterpret_cast<const int4 *>(rfk_direct_from(a, at, lane, 2, 16)));
         RFK_UNROLL(2)
-        for (uint32_t r = 0; r < 2; r++)
-            ahead.d[r] = rfk_load2(w.plane[3] + rfk_direct_block(at, lane / 4 + 8 * r, n_blocks) * 2);
+        for (uint32_t r = 0; r < 2; r++) ahead.d[r] = rfk_load2(rfk_direct_from(a, at, lane / 4 + 8 * r, 3, 2));
     }
     RFK_DEVICE void read_head(const uint8_t *rows, const loaded &w, scales &o) {
         RFK_UNROLL(2)
@@ -5696,33 +5717,45 @@ RFK_DEVICE void rfk_direct_fragment(const rfk_direct_x &in, uint32_t f, const in
     }
 }
 
-/* Tile t of a block. A GLU's tiles come in twos: the gates' rows, then those that they multiply. */
+/* Tile t of a block. */
 struct rfk_direct_place {
-    uint32_t which, row0; /* the product, and the first of its 16 rows */
+    uint32_t which, row0; /* the product, and its first row */
 };
 RFK_DEVICE bool rfk_find_direct(const rfk_few_args &a, uint32_t t, rfk_direct_place &to) {
-    uint32_t number = blockIdx.y + (a.glu ? t / 2 : t) * gridDim.y;
+    uint32_t number = blockIdx.y + t * gridDim.y;
     if (number >= a.n_tiles) return false;
-    to.which = a.glu ? t % 2 : 0;
+    to.which = 0;
     to.row0 = number;
     for (uint32_t i = 1; i < RFK_PRODUCTS; i++)
         if (!a.glu && number >= a.part[i - 1].end_block) to.which = i, to.row0 = number - a.part[i - 1].end_block;
-    to.row0 *= RFK_FEW_ROWS;
+    to.row0 *= a.glu ? RFK_FEW_ROWS / 2 : RFK_FEW_ROWS;
     return true;
 }
 
 /* The wave's first block of the tile. */
 RFK_DEVICE void rfk_begin_direct(const rfk_few_args &a, const rfk_direct_place &place, rfk_direct_at &at) {
-    const rfk_product &p = a.part[place.which];
-    const uint32_t rows = p.n_out - place.row0;
-    at.block = (p.row0 + place.row0) * (a.n_in / 256) + threadIdx.x / 32;
-    at.last = (rows < RFK_FEW_ROWS ? rows : RFK_FEW_ROWS) - 1;
+    const uint32_t rows = a.part[place.which].n_out - place.row0, wave = threadIdx.x / 32;
+    RFK_UNROLL(2)
+    for (uint32_t h = 0; h < 2; h++) {
+        at.product[h] = a.glu ? h : place.which;
+        const uint32_t first = a.glu || rows <= 8 ? 0 : 8 * h, left = rows - first; /* of eight: at least one */
+        at.half[h].block = (a.part[at.product[h]].row0 + place.row0 + first) * (a.n_in / 256) + wave;
+        at.half[h].last = (left < 8 ? left : 8) - 1;
+    }
 }
 
-/* Add up a tile's sums, and store its results. gate: kept from a GLU's first tile to its second. Ends before other
- * waves' sums of this tile are overwritten: the next tile's go elsewhere. */
+/* A result of tile t: the sum of the waves' sums. */
+RFK_DEVICE float rfk_direct_result(const rfk_direct_shared &s, uint32_t t, uint32_t i) {
+    float v[RFK_FEW_WAVES];
+    RFK_UNROLL(8)
+    for (uint32_t k = 0; k < RFK_FEW_WAVES; k++) v[k] = s.sum[t % 2][k][i];
+    return rfk_mul(((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7])), s.factor[i / RFK_FEW_ROWS]);
+}
+
+/* Add up a tile's sums, and store its results. Ends before other waves' sums of this tile are overwritten: the next
+ * tile's go elsewhere. */
 RFK_DEVICE void rfk_end_direct(const rfk_few_args &a, const rfk_direct_place &place, const float (&sum)[4][4],
-                               uint32_t t, rfk_direct_shared &s, float *gate) {
+                               uint32_t t, rfk_direct_shared &s) {
     const uint32_t lane = threadIdx.x % 32, wave = threadIdx.x / 32;
     RFK_UNROLL(4)
     for (int i = 0; i < 4; i++) {
@@ -5731,17 +5764,13 @@ RFK_DEVICE void rfk_end_direct(const rfk_few_args &a, const rfk_direct_place &pl
         s.sum[t % 2][wave][col * RFK_FEW_ROWS + row] = (sum[0][i] + sum[1][i]) + (sum[2][i] + sum[3][i]);
     }
     __syncthreads();
-    const uint32_t row = place.row0 + threadIdx.x % RFK_FEW_ROWS, c = threadIdx.x / RFK_FEW_ROWS,
+    const uint32_t i = threadIdx.x % RFK_FEW_ROWS, row = place.row0 + i, c = threadIdx.x / RFK_FEW_ROWS,
                    col = blockIdx.x * RFK_DIRECT_COLS + c;
-    const rfk_product &p = a.part[place.which];
-    if (c >= RFK_DIRECT_COLS || col >= a.n_cols || row >= p.n_out) return;
-    float v[RFK_FEW_WAVES];
-    RFK_UNROLL(8)
-    for (uint32_t i = 0; i < RFK_FEW_WAVES; i++) v[i] = s.sum[t % 2][i][threadIdx.x];
-    const float all = rfk_mul(((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7])), s.factor[c]);
-    if (!a.glu) rfk_put(p, row, col, all);
-    else if (place.which == 0) *gate = all;
-    else (void)rfk_put_glu(a.part[0], p, row, col, *gate, all);
+    if (c >= RFK_DIRECT_COLS || col >= a.n_cols || row >= a.part[place.which].n_out) return;
+    if (!a.glu) rfk_put(a.part[place.which], row, col, rfk_direct_result(s, t, threadIdx.x));
+    else if (i < 8)
+        (void)rfk_put_glu(a.part[0], a.part[1], row, col, rfk_direct_result(s, t, threadIdx.x),
+                          rfk_direct_result(s, t, threadIdx.x + 8));
 }
 
 /* A block's tiles from t on whose weights are of one type; returns the first that is of another. While a wave
@@ -5755,10 +5784,9 @@ RFK_DEVICE uint32_t rfk_direct_tiles(const rfk_few_args &a, uint32_t t, rfk_dire
     rfk_direct_place here = {0, 0};
     rfk_direct_at at;
     typename D::loaded ahead;
-    float gate = 0;
     (void)rfk_find_direct(a, t, here);
     rfk_begin_direct(a, here, at);
-    if (wave < n_blocks) D::copy(a.part[here.which].w, at, n_blocks, s.w[wave][0], ahead);
+    if (wave < n_blocks) D::copy(a, at, s.w[wave][0], ahead);
     if (t == 0) rfk_wait_previous();
     if (wave < n_blocks) rfk_direct_copy<TYPE>(a, wave, s.x[wave][0]);
     rfk_commit_copies();
@@ -5776,9 +5804,9 @@ RFK_DEVICE uint32_t rfk_direct_tiles(const rfk_few_args &a, uint32_t t, rfk_dire
             const rfk_direct_x &x = s.x[wave][stays ? block / RFK_FEW_WAVES : turn];
             const typename D::loaded now = ahead;
             if (more || goes_on) {
-                if (more) at.block += RFK_FEW_WAVES;
+                if (more) at.half[0].block += RFK_FEW_WAVES, at.half[1].block += RFK_FEW_WAVES;
                 else rfk_begin_direct(a, next, at);
-                D::copy(a.part[more ? here.which : next.which].w, at, n_blocks, s.w[wave][turn ^ 1], ahead);
+                D::copy(a, at, s.w[wave][turn ^ 1], ahead);
                 if (!stays || (is_first && more))
                     rfk_direct_copy<TYPE>(a, more ? block + RFK_FEW_WAVES : wave, s.x[wave][stays ? 1 : turn ^ 1]);
                 rfk_commit_copies();
@@ -5798,7 +5826,7 @@ RFK_DEVICE uint32_t rfk_direct_tiles(const rfk_few_args &a, uint32_t t, rfk_dire
             }
             rfk_sync_lanes<32>(); /* the copy after next goes where this block's is */
         }
-        rfk_end_direct(a, here, sum, t++, s, &gate);
+        rfk_end_direct(a, here, sum, t++, s);
         here = next;
         is_first = false;
     }
@@ -5806,7 +5834,7 @@ RFK_DEVICE uint32_t rfk_direct_tiles(const rfk_few_args &a, uint32_t t, rfk_dire
 }
 #endif
 
-/* rfk_few for 4 to 16 columns and types that have rfk_direct. All blocks are on the GPU at once.
+/* rfk_few for 4 to 32 columns and types that have rfk_direct. All blocks are on the GPU at once.
  *   grid [eights of columns, blocks]   block 8 waves   LDS 104 KiB   reads W once, from cache for the second eight */
 static __global__ void RFK_RESIDENT(RFK_FEW_WAVES * 32, 2) rfk_few_direct(rfk_few_args a) {
 #if RFK_MAY_BE(RFK_MATRIX_SM80)
@@ -10037,7 +10065,7 @@ struct rfk_tuning {
 /* A graph of steps of several rows; exec NULL: none. */
 struct rfk_few_graph {
     hipGraphExec_t exec;
-    uint32_t n_kernels;
+    uint32_t n_kernels, positions, are_apart; /* as in rf_prepared */
 };
 
 struct rf_prepared {
@@ -10089,7 +10117,9 @@ struct rf_prepared {
     uint32_t n_captured; /* kernels in the graphs */
     rf_session_stats stats;
     uint64_t graph_generation;
+    int is_direct;                             /* rfk_few_direct takes all products, if the step has as many rows */
     rfk_few_graph few_graph[RFK_FEW_STEP + 1]; /* of steps of so many rows */
+    uint32_t positions, are_apart;             /* of the step: of a row, at most; each row is another sequence's */
     uint64_t few_generation;                  /* of the weights in these */
     uint32_t few_rows;                        /* of the last step of several rows with those weights */
     hipEvent_t *events; /* [2 * n_ops] while timing: before and after each op */
@@ -10780,6 +10810,32 @@ static void rfk_defer_norms(rf_prepared *p) {
     }
 }
 
+/* Whether rfk_few_direct makes `count` products of ops from i on. A GLU's two have one type. */
+static bool rfk_takes_direct(const rf_prepared *p, uint32_t i, uint32_t count, bool glu) {
+    bool takes = false;
+#if defined(RFK_DIRECT_TYPES)
+    const rf_plan *plan = p->plan;
+#define RFK_DIRECT_CASE(TYPE) || plan->weights[plan->ops[k].weight].type == TYPE
+    takes = p->dev->direct &&
+            (!glu || plan->weights[plan->ops[i].weight].type == plan->weights[plan->ops[i + 1].weight].type);
+    for (uint32_t k = i; k < i + count; k++) takes = takes && (false RFK_DIRECT_TYPES(RFK_DIRECT_CASE));
+#undef RFK_DIRECT_CASE
+#else
+    (void)p, (void)i, (void)count, (void)glu;
+#endif
+    return takes;
+}
+
+static void rfk_find_direct_plan(rf_prepared *p) {
+    p->is_direct = p->n_fused > 0;
+    for (uint32_t i = 0; i < p->n_fused; i++) {
+        const rfk_fused *f = &p->fused[i];
+        if (f->kind == RFK_FUSED_UP || f->kind == RFK_FUSED_DOWN) p->is_direct = 0;
+        if (f->kind == RFK_FUSED_MATVEC && !rfk_takes_direct(p, f->products, f->n_products, f->glu != RF_NONE))
+            p->is_direct = 0;
+    }
+}
+
 /* Splits of a decode step's attention: as many blocks a compute unit as fit at once. */
 static void rfk_choose_decode_splits(rf_prepared *p) {
     uint32_t kv_heads = 0, fit = 2;
@@ -11048,6 +11104,7 @@ static rf_result rfk_plan_create(rf_dev *d, const rf_plan_bind *bind, rf_prepare
     rfk_make_fused(p);
     rfk_defer_norms(p);
     rfk_choose_decode_splits(p);
+    rfk_find_direct_plan(p);
     rfk_list_configs(p);
     *out = p;
     return RF_OK;
@@ -11131,12 +11188,15 @@ static bool rfk_is_fused_step(const rf_prepared *p, const rf_step *step) {
     return step->n_rows <= p->n_few && step->n_logits <= step->n_rows && !p->events;
 }
 
-/* Whether kernels that call rfk_wait_previous may start early: in a graph, and in launches of a whole step of several
+/* rfk_config's `early` of kernels that call rfk_wait_previous: in a graph, and in launches of a whole step of several
  * rows. Nothing but kernels comes between these. */
-static int rfk_starts_early(const rfk_launching *l) {
+static uint32_t rfk_starts_early(const rfk_launching *l) {
     const rf_prepared *p = l->p;
-    return p->dev->early && (p->capturing || (l->step->n_rows > 1 && rfk_is_fused_step(p, l->step) &&
-                                              p->fused_begin == 0 && p->fused_end == p->n_fused));
+    if (!p->dev->early || !(p->capturing || (l->step->n_rows > 1 && rfk_is_fused_step(p, l->step) &&
+                                             p->fused_begin == 0 && p->fused_end == p->n_fused)))
+        return 0;
+    const uint32_t n = l->step->n_rows;
+    return p->is_direct && n > RFK_DIRECT_ABOVE && n <= RFK_DIRECT_MAX ? 100 : 50;
 }
 
 /* The same for a kernel that calls rfk_wait_previous. */
@@ -12181,25 +12241,6 @@ static uint32_t rfk_source_of(const rfk_fused *f) {
     return f->gather != RF_NONE ? f->gather : f->norm != RF_NONE ? f->norm : f->products;
 }
 
-#if defined(RFK_DIRECT_TYPES)
-static bool rfk_takes_direct(const rfk_launching *l, const rfk_few_args *a) {
-    bool takes = l->p->dev->direct && a->n_cols <= RFK_FEW_MAX;
-#define RFK_DIRECT_CASE(TYPE) || a->part[i].type == TYPE
-    for (uint32_t i = 0; i < l->together; i++) takes = takes && (false RFK_DIRECT_TYPES(RFK_DIRECT_CASE));
-#undef RFK_DIRECT_CASE
-    return takes;
-}
-#endif
-
-/* The most columns for which rfk_rows is the fastest; measured on an H200. */
-static uint32_t rfk_max_rows(const rfk_launching *l, const rfk_few_args *a) {
-#if defined(RFK_DIRECT_TYPES)
-    if (rfk_takes_direct(l, a)) return 3;
-#endif
-    (void)l, (void)a;
-    return RFK_ROWS_MAX;
-}
-
 /* A fused matvec of several rows: quantize its columns, then multiply. */
 static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
     rf_prepared *p = l->p;
@@ -12229,13 +12270,14 @@ static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
     }
     z.x = a.from, z.x_stride = a.from_stride, z.rows = a.rows, z.n = a.n_in, z.to = p->few;
     z.norm = a.norm, z.norm_type = a.norm_type;
-    const int early = rfk_starts_early(l);
+    const uint32_t early = rfk_starts_early(l);
     rfk_config c = {dim3(a.n_cols, rfk_ceil_div(a.n_in, 4 * RFK_BLOCK)), dim3(RFK_BLOCK), 0, early, l->q->stream};
     rf_result r = rfk_enqueue_config(l, RFK_BY_WAVE(l, rfk_few_quantize<32>, rfk_few_quantize<64>), c, z);
     if (r != RF_OK) return r;
     const bool other = rfk_is_other(p->plan, f->products);
     c.shared_bytes = a.n_in / 64 * 96 * a.n_cols;
-    if (a.n_cols <= rfk_max_rows(l, &a) && c.shared_bytes + 1024 <= p->dev->shared_bytes) {
+    const bool direct = rfk_takes_direct(p, f->products, f->n_products, a.glu);
+    if (a.n_cols <= (direct ? RFK_DIRECT_ABOVE : RFK_ROWS_MAX) && c.shared_bytes + 1024 <= p->dev->shared_bytes) {
         const uint32_t waves = RFK_ROWS_BLOCK / p->dev->wave, blocks = RFK_ROWS_RESIDENT * p->dev->info.compute_units;
         c.grid = dim3(rfk_divide_blocks(l, a.part, a.glu, waves, blocks));
         c.block = dim3(RFK_ROWS_BLOCK);
@@ -12245,8 +12287,9 @@ static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
     c.grid = dim3(rfk_ceil_div(a.n_cols, RFK_FEW_ROWS), a.n_tiles);
     c.block = dim3(RFK_FEW_WAVES * p->dev->wave);
 #if defined(RFK_DIRECT_TYPES)
-    if (rfk_takes_direct(l, &a)) {
+    if (direct && a.n_cols <= RFK_DIRECT_MAX) {
         c.grid.x = rfk_ceil_div(a.n_cols, RFK_DIRECT_COLS);
+        if (a.glu) a.n_tiles = rfk_ceil_div(a.part[0].n_out, RFK_FEW_ROWS / 2);
         const uint32_t fit = 2 * p->dev->info.compute_units / c.grid.x;
         c.grid.y = a.n_tiles < fit ? a.n_tiles : fit;
         c.shared_bytes = sizeof(rfk_direct_shared);
@@ -12329,6 +12372,13 @@ static void (*rfk_find_decode_attention(uint32_t cache_type, const rf_op *op))(r
     return rfk_decode_attention_by<WAVE, uint16_t>(op);
 }
 
+/* How many of n_splits splits have positions in any row of the step, at most. A grid of so many divides the positions
+ * as one of n_splits. */
+static uint32_t rfk_used_splits(const rf_prepared *p, uint32_t window, uint32_t n_splits) {
+    const uint32_t n = window && window < p->positions ? window : p->positions, used = rfk_ceil_div(n, RFK_DECODE_CELLS);
+    return used < n_splits ? used : n_splits;
+}
+
 static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) {
     rf_prepared *p = l->p;
     const rf_op *ops = p->plan->ops, *op = &ops[f->attention];
@@ -12364,11 +12414,14 @@ static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) 
     a.k_stride = p->ops[f->store].in_stride;
     a.v_stride = p->ops[f->store].in2_stride;
     a.out_stride = p->ops[f->attention].out_stride;
-    a.is_stored = l->n_rows > 1;
+    a.is_stored = !p->are_apart;
     a.window = att->window;
     a.scale = att->scale;
     a.softcap = att->softcap * RFK_LOG2_E;
     a.softcap_factor = att->softcap == 0 ? 0 : 2 / att->softcap; /* 2 log2(e) / (softcap log2(e)) */
+    uint32_t n_splits = p->decode_splits;
+    if (l->n_rows > RFK_FEW_MAX) /* as many blocks as for so many rows */
+        n_splits = p->decode_splits * RFK_FEW_MAX / l->n_rows ? p->decode_splits * RFK_FEW_MAX / l->n_rows : 1;
     rfk_config c = {dim3(att->n_kv_heads, 1, l->n_rows), dim3(RFK_BLOCK), 0, rfk_starts_early(l), l->q->stream};
     if (a.is_stored) {
         void (*keys)(rfk_decode_attention_args) = RFK_BY_WAVE(l, rfk_find_decode_keys<32>(p->cache_type, op),
@@ -12376,9 +12429,7 @@ static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) 
         const rf_result r = rfk_enqueue_config(l, keys, c, a);
         if (r != RF_OK) return r;
     }
-    c.grid.y = p->decode_splits;
-    if (l->n_rows > RFK_FEW_MAX) /* as many blocks as for so many rows */
-        c.grid.y = p->decode_splits * RFK_FEW_MAX / l->n_rows ? p->decode_splits * RFK_FEW_MAX / l->n_rows : 1;
+    c.grid.y = rfk_used_splits(p, a.window, n_splits);
     void (*kernel)(rfk_decode_attention_args) = RFK_BY_WAVE(l, rfk_find_decode_attention<32>(p->cache_type, op),
                                                          rfk_find_decode_attention<64>(p->cache_type, op));
     return rfk_enqueue_config(l, kernel, c, a);
@@ -12848,11 +12899,26 @@ static void rfk_capture_few(rf_prepared *p, rf_queue *q, const rf_step *step, rf
     for (uint32_t i = 0; r == RF_OK && i < p->n_fused; i++) r = rfk_run_fused(p, q, step, i, &ignored);
     p->capturing = 0;
     to->n_kernels = p->n_launched - before;
+    to->positions = p->positions, to->are_apart = p->are_apart;
     if (begun && rfk_end_capture(q, &to->exec) == hipSuccess && r == RF_OK) return;
     (void)hipGetLastError();
     if (to->exec) (void)hipGraphExecDestroy(to->exec);
     to->exec = NULL;
     p->no_graphs = 1;
+}
+
+/* What the launches of attention depend on. A graph of one row is for all positions; one of several rows is captured
+ * again when their number doubles. */
+static void rfk_begin_rows(rf_prepared *p, const rf_step *step) {
+    uint32_t last = 0;
+    p->are_apart = step->n_rows <= RFK_FEW_MAX;
+    for (uint32_t i = 0; p->are_apart && i < step->n_rows; i++)
+        for (uint32_t k = 0; k < i; k++) p->are_apart &= step->rows[i].seq != step->rows[k].seq;
+    for (uint32_t i = 0; i < step->n_rows; i++)
+        if ((uint32_t)step->rows[i].pos > last) last = (uint32_t)step->rows[i].pos;
+    p->positions = RFK_DECODE_CELLS;
+    while (p->positions <= last) p->positions *= 2;
+    if (step->n_rows == 1) p->positions = 0x80000000u;
 }
 
 /* Replay a step of several rows. Captured when two in a row have as many rows and the same weights. */
@@ -12862,6 +12928,10 @@ static rf_result rfk_replay_few(rf_prepared *p, rf_queue *q, const rf_step *step
     if (p->few_generation != generation) {
         rfk_drop_few_graphs(p);
         p->few_rows = 0;
+    }
+    if (graph->exec && (graph->positions != p->positions || graph->are_apart != p->are_apart)) {
+        (void)hipGraphExecDestroy(graph->exec);
+        graph->exec = NULL;
     }
     if (!graph->exec && p->few_rows == step->n_rows) rfk_capture_few(p, q, step, graph);
     p->few_generation = generation;
@@ -12886,6 +12956,7 @@ static rf_result rfk_plan_run(rf_prepared *p, rf_queue *q, uint32_t first, uint3
     for (uint32_t i = p->segments[first]; r == RF_OK && i < p->segments[last]; i++)
         r = rfk_check_run(p, step, &p->plan->ops[i], err);
     if (r == RF_OK) r = rfk_write_step_values(p, q, step, err);
+    if (r == RF_OK) rfk_begin_rows(p, step);
     const int decode = r == RF_OK && first == 0 && last == p->n_segments && rfk_is_decode(p, step);
     int replayed = decode && rfk_can_replay(p, step);
     if (decode) rfk_tune(p);
