@@ -5341,6 +5341,12 @@ RFK_DEVICE void rfk_few_norm_out(const rfk_few_args &a, uint32_t col0, uint32_t 
 #endif
 #define RFK_ROWS_BLOCK 512
 #define RFK_ROWS_IN_FLIGHT 2 /* fragments a lane: fewer of them in more waves were slower on an H200 */
+/* Groups of columns whose loads are in flight a thread: hipcc keeps more than one in private memory. */
+#if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
+#define RFK_ROWS_GROUPS 4u
+#else
+#define RFK_ROWS_GROUPS 1u
+#endif
 struct rfk_rows_shared {
     float factors[RFK_ROWS_MAX]; /* as in rfk_few_shared */
 };
@@ -5350,36 +5356,37 @@ RFK_DEVICE rfk_column rfk_column_of(rfk_column c, uint32_t i) {
     return c;
 }
 
-/* Copy the columns to shared memory, a group of 32 of a column a thread; loads of four are in flight. Waves without
- * groups make the factors meanwhile. Ends with a barrier. */
+/* Store a group of 32 values and its scale. */
+RFK_DEVICE void rfk_put_group(const rfk_column &c, uint32_t group, const int4 &first, const int4 &second, float d) {
+    const int ones[4] = {0x01010101, 0x01010101, 0x01010101, 0x01010101};
+    const int sum = rfk_dot16(ones, first, 0), next = rfk_dot16(ones, second, 0);
+    uint32_t piece, fragment = rfk_chunk_fragment(c, 2 * group, &piece);
+    c.piece[piece * c.n_fragments + fragment] = first;
+    rfk_put_scale(c, 2 * group, d, sum, sum + next);
+    fragment = rfk_chunk_fragment(c, 2 * group + 1, &piece);
+    c.piece[piece * c.n_fragments + fragment] = second;
+    rfk_put_scale(c, 2 * group + 1, d, next, sum + next);
+}
+
+/* Copy the columns to shared memory, groups of 32 of a column a thread. Waves without groups make the
+ * factors meanwhile. Ends with a barrier. */
 template <int WAVE> RFK_DEVICE void rfk_fill_columns(const rfk_few_args &a, const rfk_column &c, float *factors) {
-    const uint32_t shift = a.n_cols > 2 ? 2 : 1, end = a.n_in / 32 << shift;
+    const uint32_t N = RFK_ROWS_GROUPS;
+    const uint32_t shift = a.n_cols > 2 ? 2 : 1, end = a.n_in / 32 << shift, col = threadIdx.x & ((1u << shift) - 1);
     RFK_UNROLL(1)
-    for (uint32_t first = threadIdx.x; first < end; first += 4 * RFK_ROWS_BLOCK) {
-        int4 q[4][2];
-        float d[4];
+    for (uint32_t i = threadIdx.x; i < end && col < a.n_cols; i += N * RFK_ROWS_BLOCK) {
+        int4 q[N][2];
+        float d[N];
         RFK_UNROLL(4)
-        for (uint32_t k = 0; k < 4; k++) {
-            const uint32_t i = first + k * RFK_ROWS_BLOCK, col = i & ((1u << shift) - 1),
-                           from = (i >> shift) * RFK_FEW_ROWS + col;
-            if (i >= end || col >= a.n_cols) continue;
-            q[k][0] = a.x.q[2 * from - col], q[k][1] = a.x.q[2 * from - col + RFK_FEW_ROWS];
-            d[k] = a.x.d[from];
+        for (uint32_t k = 0; k < N; k++) { /* the first one again instead of those behind the end */
+            const uint32_t at = i + k * RFK_ROWS_BLOCK, group = (at < end ? at : i) >> shift;
+            q[k][0] = a.x.q[2 * group * RFK_FEW_ROWS + col], q[k][1] = a.x.q[(2 * group + 1) * RFK_FEW_ROWS + col];
+            d[k] = a.x.d[group * RFK_FEW_ROWS + col];
         }
         RFK_UNROLL(4)
-        for (uint32_t k = 0; k < 4; k++) {
-            const uint32_t i = first + k * RFK_ROWS_BLOCK, col = i & ((1u << shift) - 1), chunk = (i >> shift) * 2;
-            if (i >= end || col >= a.n_cols) continue;
-            const rfk_column to = rfk_column_of(c, col);
-            const int ones[4] = {0x01010101, 0x01010101, 0x01010101, 0x01010101};
-            const int sums[2] = {rfk_dot16(ones, q[k][0], 0), rfk_dot16(ones, q[k][1], 0)};
-            RFK_UNROLL(2)
-            for (uint32_t h = 0; h < 2; h++) {
-                uint32_t piece, fragment = rfk_chunk_fragment(c, chunk + h, &piece);
-                to.piece[piece * c.n_fragments + fragment] = q[k][h];
-                rfk_put_scale(to, chunk + h, d[k], sums[h], sums[0] + sums[1]);
-            }
-        }
+        for (uint32_t k = 0; k < N; k++)
+            if (i + k * RFK_ROWS_BLOCK < end)
+                rfk_put_group(rfk_column_of(c, col), (i + k * RFK_ROWS_BLOCK) >> shift, q[k][0], q[k][1], d[k]);
     }
     rfk_few_factors<WAVE>(a, 0, a.n_cols, factors);
     __syncthreads();
@@ -12375,7 +12382,8 @@ static void (*rfk_find_decode_attention(uint32_t cache_type, const rf_op *op))(r
 /* How many of n_splits splits have positions in any row of the step, at most. A grid of so many divides the positions
  * as one of n_splits. */
 static uint32_t rfk_used_splits(const rf_prepared *p, uint32_t window, uint32_t n_splits) {
-    const uint32_t n = window && window < p->positions ? window : p->positions, used = rfk_ceil_div(n, RFK_DECODE_CELLS);
+    const uint32_t n = window && window < p->positions ? window : p->positions,
+                   used = rfk_ceil_div(n, RFK_DECODE_CELLS);
     return used < n_splits ? used : n_splits;
 }
 
