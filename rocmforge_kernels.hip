@@ -6549,10 +6549,25 @@ static __global__ void RFK_THREADS(RFK_WARPGROUP) rfk_check_wgmma(uint32_t *out)
  *   grid [ceil(cols / 64), row tiles of all products, splits]   block 256, 4 x 4 results a thread   LDS 8.1 KiB */
 #define RFK_TILE 64 /* rows and columns of a tile of floats */
 #define RFK_FLOAT_DEPTH 16
-struct rfk_float_tile {
-    float w[RFK_FLOAT_DEPTH][RFK_TILE + 1];
-    float x[RFK_FLOAT_DEPTH][RFK_TILE + 1];
+struct alignas(16) rfk_float_tile {
+    float w[RFK_FLOAT_DEPTH][RFK_TILE + 4];
+    float x[RFK_FLOAT_DEPTH][RFK_TILE + 4];
 };
+/* Load a thread's part of a tile: position k of four rows of W and of x, 16 rows apart. */
+struct rfk_float_part {
+    float w[4], x[4];
+};
+template <int TYPE>
+RFK_DEVICE void rfk_fetch_float(const rfk_matmul_args &a, const rfk_product &p, uint32_t row0, uint32_t col0,
+                                uint32_t k, uint32_t end, rfk_float_part &to) {
+    RFK_UNROLL(4)
+    for (uint32_t i = 0; i < 4; i++) {
+        const uint32_t row = row0 + 16 * i, col = col0 + 16 * i;
+        to.w[i] =
+            k < end && row < p.n_out ? rfk_load1<TYPE>(p.w.plane[0], (size_t)(p.row0 + row) * a.n_in + k) : 0.0f;
+        to.x[i] = k < end && col < a.n_cols ? a.x[(size_t)col * a.x_stride + k] : 0.0f;
+    }
+}
 template <int TYPE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_float(rfk_tiles_args t) {
     RFK_SHARED(rfk_float_tile, s);
     const rfk_matmul_args &a = t.m;
@@ -6561,28 +6576,32 @@ template <int TYPE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_flo
     const uint32_t first = t.split_units * 32 * blockIdx.z, last = first + t.split_units * 32,
                    end = last < a.n_in ? last : a.n_in;
     uint32_t row0 = number * RFK_TILE, col0 = blockIdx.x * RFK_TILE, tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+    rfk_float_part part;
     float sum[4][4];
     for (int i = 0; i < 4; i++)
         for (int j = 0; j < 4; j++) sum[i][j] = 0;
+    rfk_fetch_float<TYPE>(a, p, row0 + ty, col0 + ty, first + tx, end, part);
     for (uint32_t k0 = first; k0 < end; k0 += RFK_FLOAT_DEPTH) {
-        for (uint32_t i = ty; i < RFK_TILE; i += 16) { /* tx: position in the row */
-            bool deep = k0 + tx < end;
-            s.w[tx][i] = deep && row0 + i < p.n_out
-                             ? rfk_load1<TYPE>(p.w.plane[0], (size_t)(p.row0 + row0 + i) * a.n_in + k0 + tx)
-                             : 0.0f;
-            s.x[tx][i] = deep && col0 + i < a.n_cols ? a.x[(size_t)(col0 + i) * a.x_stride + k0 + tx] : 0.0f;
-        }
-        __syncthreads();
         RFK_UNROLL(4)
-        for (int k = 0; k < RFK_FLOAT_DEPTH; k++)
+        for (uint32_t i = 0; i < 4; i++) s.w[tx][ty + 16 * i] = part.w[i], s.x[tx][ty + 16 * i] = part.x[i];
+        __syncthreads();
+        rfk_fetch_float<TYPE>(a, p, row0 + ty, col0 + ty, k0 + RFK_FLOAT_DEPTH + tx, end, part);
+        RFK_UNROLL(4)
+        for (int k = 0; k < RFK_FLOAT_DEPTH; k++) {
+            const float4 row = *reinterpret_cast<const float4 *>(&s.w[k][4 * ty]),
+                         col = *reinterpret_cast<const float4 *>(&s.x[k][4 * tx]);
+            const float rows[4] = {row.x, row.y, row.z, row.w}, cols[4] = {col.x, col.y, col.z, col.w};
+            RFK_UNROLL(4)
             for (uint32_t i = 0; i < 4; i++)
-                for (uint32_t j = 0; j < 4; j++) sum[i][j] += s.w[k][ty + 16 * i] * s.x[k][tx + 16 * j];
+                RFK_UNROLL(4)
+                for (uint32_t j = 0; j < 4; j++) sum[i][j] += rows[i] * cols[j];
+        }
         __syncthreads();
     }
     const size_t tile = ((size_t)blockIdx.y * gridDim.x + blockIdx.x) * t.n_splits + blockIdx.z;
     for (uint32_t i = 0; i < 4; i++)
         for (uint32_t j = 0; j < 4; j++) {
-            const uint32_t row = ty + 16 * i, col = tx + 16 * j;
+            const uint32_t row = 4 * ty + i, col = 4 * tx + j;
             if (t.part) t.part[(tile * RFK_TILE + col) * RFK_TILE + row] = sum[i][j];
             else if (row0 + row < p.n_out && col0 + col < a.n_cols) rfk_put(p, row0 + row, col0 + col, sum[i][j]);
         }
