@@ -5321,6 +5321,7 @@ typedef struct rfi_stream {
     uint32_t n_uses; /* 0: nothing is streamed         */
     uint64_t n_loaded, n_used, n_freed;
     int paused, freeing;
+    uint64_t epoch; /* of the loader when it was reset: a cancel since then ends loads of the stream, perhaps only later */
     rf_error err;
     rfi_slab ring;
 } rfi_stream;
@@ -6331,15 +6332,17 @@ static void rfi_stream_reset(rfi_store *s) { /* locked, yields */
     for (uint64_t use = q->n_freed; use < q->n_loaded; use++) rfi_tensor_evict(s, q->uses[use % q->n_uses]);
     q->n_loaded = q->n_used = q->n_freed = 0;
     rfi_clear(&q->err);
+    q->epoch = s->loader.epoch;
     q->paused = 0;
     rfi_store_changed(s);
 }
 
-/* A forward pass begins: if the last one was not finished, start over. Requires stream_lock. */
+/* A forward pass begins: if the last one was not finished or there was a cancel, start over. Requires stream_lock. */
 static void rfi_stream_begin_pass(rfi_store *s) {
+    const rfi_stream *q = &s->stream;
     if (!rfi_store_streams(s)) return;
     rfi_monitor_lock(&s->monitor);
-    if (s->stream.n_used % s->stream.n_uses || s->stream.err.code != RF_OK) rfi_stream_reset(s);
+    if (q->n_used % q->n_uses || q->err.code != RF_OK || q->epoch != s->loader.epoch) rfi_stream_reset(s);
     rfi_monitor_unlock(&s->monitor);
 }
 

@@ -740,6 +740,33 @@ static void test_cancel(void) {
         }
 }
 
+static void *let_go(void *arg) {
+    (void)arg;
+    nanosleep(&(struct timespec){.tv_nsec = 50 * 1000000}, NULL); /* the run waits by then; if not, it passes */
+    atomic_store(&pinned_go, 1);
+    return NULL;
+}
+
+/* Cancelled while a reader is about to load a tensor of the stream: the run that comes next is not told of that load's end. */
+static void test_cancelled_stream(void) {
+    const uint64_t all = needed(NULLED);
+    rig r;
+    float got[2 * N_VOCAB];
+    pthread_t thread;
+    pinned_bytes = all;
+    atomic_store(&pinned_failing, 0), atomic_store(&pinned_wanted, 0), atomic_store(&pinned_go, 0);
+    if (!watched_open(&r, &(rf_model_desc){.n_readers = 1, .budget_bytes = all * 7 / 10, .pinned_bytes = all}, 0)) return;
+    CHECK(rf_model_preload_all(r.m, &r.err) == RF_OK, "%s", r.err.text);
+    for (int i = 0; i < 10000 && !atomic_load(&pinned_wanted); i++) nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+    CHECK(atomic_load(&pinned_wanted), "no reader is at the stream");
+    rf_model_cancel_loading(r.m);
+    CHECK(pthread_create(&thread, NULL, let_go, NULL) == 0, "thread");
+    CHECK(run(r.m, got, &r.err) == RF_OK && memcmp(got, want[NULLED], sizeof got) == 0, "afterwards: %s", r.err.text);
+    pthread_join(thread, NULL);
+    rig_close(&r);
+    pinned_bytes = 0;
+}
+
 /* The file changes while it is open: shortened or rewritten in place is an error, renamed over is none. */
 static void test_changed_file(void) {
     for (int mode = MAPPED; mode < N_MODES; mode++)
@@ -893,6 +920,7 @@ int main(int argc, char **argv) {
     RUN(test_wide_tensor_behind_the_ring);
     RUN(test_late_failure);
     RUN(test_cancel);
+    RUN(test_cancelled_stream);
     RUN(test_changed_file);
     RUN(test_cut_short_while_loading);
     RUN(test_fault);
