@@ -281,13 +281,13 @@ RFK_DEVICE void rfk_compiler_fence() {
 #endif
 }
 
-/* Launch parameters. `early` is not 0: the kernel may start while the one before it in the stream still runs
- * (programmatic dependent launch), because it calls rfk_wait_previous before it touches what others write. It is the
- * share of shared memory in a multiprocessor's L1, in percent, the same for all kernels of a step: it changes only when
- * the multiprocessor is idle. */
+/* Launch parameters. early_carveout: 0, or the kernel may start while the one before it in the stream still runs
+ * (programmatic dependent launch), because it calls rfk_wait_previous before it touches what others write. Then it is
+ * the share of shared memory in a multiprocessor's L1, in percent, the same for all kernels of a step: it changes only
+ * when the multiprocessor is idle. */
 struct rfk_config {
     dim3 grid, block;
-    uint32_t shared_bytes, early;
+    uint32_t shared_bytes, early_carveout;
     hipStream_t stream;
 };
 
@@ -301,7 +301,7 @@ static hipError_t rfk_launch_config(void (*kernel)(P...), const rfk_config &c,
 #else
     void *list[] = {(void *)&args...};
 #if defined(RFK_NVIDIA)
-    if (c.early) {
+    if (c.early_carveout) {
         cudaLaunchConfig_t config;
         cudaLaunchAttribute attributes[2];
         memset(&config, 0, sizeof config);
@@ -311,11 +311,11 @@ static hipError_t rfk_launch_config(void (*kernel)(P...), const rfk_config &c,
         config.numAttrs = 1;
 #if CUDART_VERSION >= 12060
         attributes[1].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
-        attributes[1].val.sharedMemCarveout = c.early;
+        attributes[1].val.sharedMemCarveout = c.early_carveout;
         config.numAttrs = 2;
 #else
         (void)cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                   (int)c.early);
+                                   (int)c.early_carveout);
 #endif
         config.gridDim = c.grid;
         config.blockDim = c.block;
@@ -335,7 +335,8 @@ static hipError_t rfk_launch(void (*kernel)(P...), dim3 grid, dim3 block, hipStr
     return rfk_launch_config(kernel, c, args...);
 }
 
-/* Let the next kernel start, to load its weights while this one waits. All threads call it. */
+/* Let the next kernel start, to load its weights while this one waits. Its own rfk_wait_previous returns when this one
+ * has ended, and with it all before. All threads call it. */
 RFK_DEVICE void rfk_start_next() {
 #if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -5331,8 +5332,7 @@ RFK_DEVICE void rfk_few_norm_out(const rfk_few_args &a, uint32_t col0, uint32_t 
 /* ---- two to four columns, by dot products ----
  * As the fused matvec: a wave has a row, its lanes fragments, which they unpack once and multiply by each column. */
 
-#define RFK_DIRECT_ABOVE 3u /* columns for which rfk_rows is faster than rfk_few_direct, on an H200 */
-#define RFK_DIRECT_MAX 32u  /* columns for which rfk_few_direct is faster than rfk_few */
+#define RFK_DIRECT_ABOVE 3u /* columns: up to here rfk_rows is faster than rfk_few_direct on an H200 */
 #define RFK_ROWS_MAX 4u /* columns: eight took longer, for a few as for eight */
 #if defined(RFK_NVIDIA)
 #define RFK_ROWS_RESIDENT 1 /* at 128 registers a thread, one block fills a multiprocessor */
@@ -5368,7 +5368,7 @@ RFK_DEVICE void rfk_put_group(const rfk_column &c, uint32_t group, const int4 &f
     rfk_put_scale(c, 2 * group + 1, d, next, sum + next);
 }
 
-/* Copy the columns to shared memory, groups of 32 of a column a thread. Waves without groups make the
+/* Copy the columns to shared memory, a group of 32 of a column a thread at a time. Waves without groups make the
  * factors meanwhile. Ends with a barrier. */
 template <int WAVE> RFK_DEVICE void rfk_fill_columns(const rfk_few_args &a, const rfk_column &c, float *factors) {
     const uint32_t N = RFK_ROWS_GROUPS;
@@ -5724,7 +5724,7 @@ RFK_DEVICE void rfk_direct_fragment(const rfk_direct_x &in, uint32_t f, const in
     }
 }
 
-/* Tile t of a block. */
+/* Tile t of a block: 16 rows, or in a GLU eight of each of its products. */
 struct rfk_direct_place {
     uint32_t which, row0; /* the product, and its first row */
 };
@@ -5841,8 +5841,8 @@ RFK_DEVICE uint32_t rfk_direct_tiles(const rfk_few_args &a, uint32_t t, rfk_dire
 }
 #endif
 
-/* rfk_few for 4 to 32 columns and types that have rfk_direct. All blocks are on the GPU at once.
- *   grid [eights of columns, blocks]   block 8 waves   LDS 104 KiB   reads W once, from cache for the second eight */
+/* rfk_few for types that have rfk_direct. All blocks are on the GPU at once.
+ *   grid [eights of columns, blocks]   block 8 waves   LDS 104 KiB   reads W once, from cache for the other eights */
 static __global__ void RFK_RESIDENT(RFK_FEW_WAVES * 32, 2) rfk_few_direct(rfk_few_args a) {
 #if RFK_MAY_BE(RFK_MATRIX_SM80)
     if (!RFK_RUNS_WAVE(32)) return;
@@ -6545,15 +6545,14 @@ static __global__ void RFK_THREADS(RFK_WARPGROUP) rfk_check_wgmma(uint32_t *out)
 #endif
 }
 
-/* Weights of floats without matrix units.
- *   grid [ceil(cols / 64), row tiles of all products, splits]   block 256, 4 x 4 results a thread   LDS 8.1 KiB */
 #define RFK_TILE 64 /* rows and columns of a tile of floats */
 #define RFK_FLOAT_DEPTH 16
 struct alignas(16) rfk_float_tile {
     float w[RFK_FLOAT_DEPTH][RFK_TILE + 4];
     float x[RFK_FLOAT_DEPTH][RFK_TILE + 4];
 };
-/* Load a thread's part of a tile: position k of four rows of W and of x, 16 rows apart. */
+
+/* A thread's part of a tile: position k of four rows of W and of x, 16 rows apart. */
 struct rfk_float_part {
     float w[4], x[4];
 };
@@ -6568,6 +6567,8 @@ RFK_DEVICE void rfk_fetch_float(const rfk_matmul_args &a, const rfk_product &p, 
         to.x[i] = k < end && col < a.n_cols ? a.x[(size_t)col * a.x_stride + k] : 0.0f;
     }
 }
+/* Weights of floats without matrix units.
+ *   grid [ceil(cols / 64), row tiles of all products, splits]   block 256, 4 x 4 results a thread   LDS 8.5 KiB */
 template <int TYPE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_float(rfk_tiles_args t) {
     RFK_SHARED(rfk_float_tile, s);
     const rfk_matmul_args &a = t.m;
@@ -10091,7 +10092,8 @@ struct rfk_tuning {
 /* A graph of steps of several rows; exec NULL: none. */
 struct rfk_few_graph {
     hipGraphExec_t exec;
-    uint32_t n_kernels, positions, are_apart; /* as in rf_prepared */
+    uint32_t n_kernels;
+    uint32_t positions; /* of a row, at most */
 };
 
 struct rf_prepared {
@@ -10143,9 +10145,9 @@ struct rf_prepared {
     uint32_t n_captured; /* kernels in the graphs */
     rf_session_stats stats;
     uint64_t graph_generation;
-    int is_direct;                             /* rfk_few_direct takes all products, if the step has as many rows */
-    rfk_few_graph few_graph[RFK_FEW_STEP + 1]; /* of steps of so many rows */
-    uint32_t positions, are_apart;             /* of the step: of a row, at most; each row is another sequence's */
+    int is_direct; /* rfk_few_direct has the types of all products */
+    rfk_few_graph few_graph[2][RFK_FEW_STEP + 1]; /* [are_apart] of steps of so many rows */
+    uint32_t positions, are_apart; /* of the step: of a row, at most; whether each row is another sequence's */
     uint64_t few_generation;                  /* of the weights in these */
     uint32_t few_rows;                        /* of the last step of several rows with those weights */
     hipEvent_t *events; /* [2 * n_ops] while timing: before and after each op */
@@ -10837,27 +10839,28 @@ static void rfk_defer_norms(rf_prepared *p) {
 }
 
 /* Whether rfk_few_direct makes `count` products of ops from i on. A GLU's two have one type. */
-static bool rfk_takes_direct(const rf_prepared *p, uint32_t i, uint32_t count, bool glu) {
+static bool rfk_takes_direct(const rf_prepared *p, uint32_t i, uint32_t count) {
     bool takes = false;
 #if defined(RFK_DIRECT_TYPES)
     const rf_plan *plan = p->plan;
 #define RFK_DIRECT_CASE(TYPE) || plan->weights[plan->ops[k].weight].type == TYPE
-    takes = p->dev->direct &&
-            (!glu || plan->weights[plan->ops[i].weight].type == plan->weights[plan->ops[i + 1].weight].type);
+    takes = p->dev->direct;
     for (uint32_t k = i; k < i + count; k++) takes = takes && (false RFK_DIRECT_TYPES(RFK_DIRECT_CASE));
 #undef RFK_DIRECT_CASE
 #else
-    (void)p, (void)i, (void)count, (void)glu;
+    (void)p, (void)i, (void)count;
 #endif
     return takes;
 }
 
+/* Find whether two blocks of rfk_few_direct shall fit a multiprocessor, see rfk_early_carveout. Mixtures lose by it.
+ */
 static void rfk_find_direct_plan(rf_prepared *p) {
     p->is_direct = p->n_fused > 0;
     for (uint32_t i = 0; i < p->n_fused; i++) {
         const rfk_fused *f = &p->fused[i];
         if (f->kind == RFK_FUSED_UP || f->kind == RFK_FUSED_DOWN) p->is_direct = 0;
-        if (f->kind == RFK_FUSED_MATVEC && !rfk_takes_direct(p, f->products, f->n_products, f->glu != RF_NONE))
+        if (f->kind == RFK_FUSED_MATVEC && !rfk_takes_direct(p, f->products, f->n_products))
             p->is_direct = 0;
     }
 }
@@ -11055,9 +11058,10 @@ static void rfk_drop_graphs(rf_prepared *p) {
 }
 
 static void rfk_drop_few_graphs(rf_prepared *p) {
-    for (uint32_t i = 0; i <= RFK_FEW_STEP; i++) {
-        if (p->few_graph[i].exec) (void)hipGraphExecDestroy(p->few_graph[i].exec);
-        p->few_graph[i].exec = NULL;
+    for (uint32_t i = 0; i < 2 * (RFK_FEW_STEP + 1); i++) {
+        rfk_few_graph *graph = &p->few_graph[i / (RFK_FEW_STEP + 1)][i % (RFK_FEW_STEP + 1)];
+        if (graph->exec) (void)hipGraphExecDestroy(graph->exec);
+        graph->exec = NULL;
     }
 }
 
@@ -11214,21 +11218,21 @@ static bool rfk_is_fused_step(const rf_prepared *p, const rf_step *step) {
     return step->n_rows <= p->n_few && step->n_logits <= step->n_rows && !p->events;
 }
 
-/* rfk_config's `early` of kernels that call rfk_wait_previous: in a graph, and in launches of a whole step of several
- * rows. Nothing but kernels comes between these. */
-static uint32_t rfk_starts_early(const rfk_launching *l) {
+/* rfk_config's early_carveout of kernels that call rfk_wait_previous: not 0 in a graph, and in launches of a whole step
+ * of several rows. Nothing but kernels comes between these. */
+static uint32_t rfk_early_carveout(const rfk_launching *l) {
     const rf_prepared *p = l->p;
     if (!p->dev->early || !(p->capturing || (l->step->n_rows > 1 && rfk_is_fused_step(p, l->step) &&
                                              p->fused_begin == 0 && p->fused_end == p->n_fused)))
         return 0;
     const uint32_t n = l->step->n_rows;
-    return p->is_direct && n > RFK_DIRECT_ABOVE && n <= RFK_DIRECT_MAX ? 100 : 50;
+    return p->is_direct && n > RFK_DIRECT_ABOVE ? 100 : 50;
 }
 
 /* The same for a kernel that calls rfk_wait_previous. */
 template <class K, class A>
 static rf_result rfk_enqueue_early(const rfk_launching *l, K kernel, dim3 grid, uint32_t block, const A &args) {
-    rfk_config c = {grid, dim3(block), 0, rfk_starts_early(l), l->q->stream};
+    rfk_config c = {grid, dim3(block), 0, rfk_early_carveout(l), l->q->stream};
     return rfk_enqueue_config(l, kernel, c, args);
 }
 
@@ -12296,13 +12300,13 @@ static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
     }
     z.x = a.from, z.x_stride = a.from_stride, z.rows = a.rows, z.n = a.n_in, z.to = p->few;
     z.norm = a.norm, z.norm_type = a.norm_type;
-    const uint32_t early = rfk_starts_early(l);
-    rfk_config c = {dim3(a.n_cols, rfk_ceil_div(a.n_in, 4 * RFK_BLOCK)), dim3(RFK_BLOCK), 0, early, l->q->stream};
+    rfk_config c = {dim3(a.n_cols, rfk_ceil_div(a.n_in, 4 * RFK_BLOCK)), dim3(RFK_BLOCK), 0, rfk_early_carveout(l),
+                    l->q->stream};
     rf_result r = rfk_enqueue_config(l, RFK_BY_WAVE(l, rfk_few_quantize<32>, rfk_few_quantize<64>), c, z);
     if (r != RF_OK) return r;
     const bool other = rfk_is_other(p->plan, f->products);
     c.shared_bytes = a.n_in / 64 * 96 * a.n_cols;
-    const bool direct = rfk_takes_direct(p, f->products, f->n_products, a.glu);
+    const bool direct = rfk_takes_direct(p, f->products, f->n_products);
     if (a.n_cols <= (direct ? RFK_DIRECT_ABOVE : RFK_ROWS_MAX) && c.shared_bytes + 1024 <= p->dev->shared_bytes) {
         const uint32_t waves = RFK_ROWS_BLOCK / p->dev->wave, blocks = RFK_ROWS_RESIDENT * p->dev->info.compute_units;
         c.grid = dim3(rfk_divide_blocks(l, a.part, a.glu, waves, blocks));
@@ -12313,7 +12317,7 @@ static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
     c.grid = dim3(rfk_ceil_div(a.n_cols, RFK_FEW_ROWS), a.n_tiles);
     c.block = dim3(RFK_FEW_WAVES * p->dev->wave);
 #if defined(RFK_DIRECT_TYPES)
-    if (direct && a.n_cols <= RFK_DIRECT_MAX) {
+    if (direct) {
         c.grid.x = rfk_ceil_div(a.n_cols, RFK_DIRECT_COLS);
         if (a.glu) a.n_tiles = rfk_ceil_div(a.part[0].n_out, RFK_FEW_ROWS / 2);
         const uint32_t fit = 2 * p->dev->info.compute_units / c.grid.x;
@@ -12357,7 +12361,7 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     const uint32_t waves = RFK_FUSED_BLOCK_OF(p->dev) / p->dev->wave,
                    blocks = rfk_divide_blocks(l, a.part, a.glu, waves,
                                               config->blocks_per_cu * p->dev->info.compute_units);
-    rfk_config c = {dim3(blocks), dim3(RFK_FUSED_BLOCK_OF(p->dev)), a.n_in / 64 * 96, rfk_starts_early(l),
+    rfk_config c = {dim3(blocks), dim3(RFK_FUSED_BLOCK_OF(p->dev)), a.n_in / 64 * 96, rfk_early_carveout(l),
                     l->q->stream};
     void (*kernel)(rfk_fused_args) =
         RFK_BY_WAVE(l, rfk_find_fused_matvec<32>(other, config->in_flight),
@@ -12398,8 +12402,8 @@ static void (*rfk_find_decode_attention(uint32_t cache_type, const rf_op *op))(r
     return rfk_decode_attention_by<WAVE, uint16_t>(op);
 }
 
-/* How many of n_splits splits have positions in any row of the step, at most. A grid of so many divides the positions
- * as one of n_splits. */
+/* How many of n_splits splits have positions in any row of the step, at most. If some have none, those that have take
+ * RFK_DECODE_CELLS each, whatever the grid: results keep their bits. */
 static uint32_t rfk_used_splits(const rf_prepared *p, uint32_t window, uint32_t n_splits) {
     const uint32_t n = window && window < p->positions ? window : p->positions,
                    used = rfk_ceil_div(n, RFK_DECODE_CELLS);
@@ -12446,16 +12450,16 @@ static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) 
     a.scale = att->scale;
     a.softcap = att->softcap * RFK_LOG2_E;
     a.softcap_factor = att->softcap == 0 ? 0 : 2 / att->softcap; /* 2 log2(e) / (softcap log2(e)) */
-    uint32_t n_splits = p->decode_splits;
-    if (l->n_rows > RFK_FEW_MAX) /* as many blocks as for so many rows */
-        n_splits = p->decode_splits * RFK_FEW_MAX / l->n_rows ? p->decode_splits * RFK_FEW_MAX / l->n_rows : 1;
-    rfk_config c = {dim3(att->n_kv_heads, 1, l->n_rows), dim3(RFK_BLOCK), 0, rfk_starts_early(l), l->q->stream};
+    rfk_config c = {dim3(att->n_kv_heads, 1, l->n_rows), dim3(RFK_BLOCK), 0, rfk_early_carveout(l), l->q->stream};
     if (a.is_stored) {
         void (*keys)(rfk_decode_attention_args) = RFK_BY_WAVE(l, rfk_find_decode_keys<32>(p->cache_type, op),
                                                               rfk_find_decode_keys<64>(p->cache_type, op));
         const rf_result r = rfk_enqueue_config(l, keys, c, a);
         if (r != RF_OK) return r;
     }
+    uint32_t n_splits = p->decode_splits;
+    if (l->n_rows > RFK_FEW_MAX) /* as many blocks as for so many rows */
+        n_splits = p->decode_splits * RFK_FEW_MAX / l->n_rows ? p->decode_splits * RFK_FEW_MAX / l->n_rows : 1;
     c.grid.y = rfk_used_splits(p, a.window, n_splits);
     void (*kernel)(rfk_decode_attention_args) = RFK_BY_WAVE(l, rfk_find_decode_attention<32>(p->cache_type, op),
                                                          rfk_find_decode_attention<64>(p->cache_type, op));
@@ -12551,7 +12555,7 @@ static rf_result rfk_run_mixture(rfk_launching *l, const rfk_fused *f) {
                    wanted = rfk_ceil_div(results, units * rounds),   /* waves of a block */
                    waves = wanted < 2 ? 2 : wanted;
     const rfk_config c = {dim3(rfk_ceil_div(results, waves * rounds), l->n_rows), dim3(waves * p->dev->wave),
-                          rfk_columns_bytes(values), rfk_starts_early(l), l->q->stream};
+                          rfk_columns_bytes(values), rfk_early_carveout(l), l->q->stream};
     return rfk_enqueue_config(l, RFK_BY_WAVE(l, rfk_find_mixture<32>(type), rfk_find_mixture<64>(type)), c, a);
 }
 
@@ -12926,7 +12930,7 @@ static void rfk_capture_few(rf_prepared *p, rf_queue *q, const rf_step *step, rf
     for (uint32_t i = 0; r == RF_OK && i < p->n_fused; i++) r = rfk_run_fused(p, q, step, i, &ignored);
     p->capturing = 0;
     to->n_kernels = p->n_launched - before;
-    to->positions = p->positions, to->are_apart = p->are_apart;
+    to->positions = p->positions;
     if (begun && rfk_end_capture(q, &to->exec) == hipSuccess && r == RF_OK) return;
     (void)hipGetLastError();
     if (to->exec) (void)hipGraphExecDestroy(to->exec);
@@ -12934,8 +12938,8 @@ static void rfk_capture_few(rf_prepared *p, rf_queue *q, const rf_step *step, rf
     p->no_graphs = 1;
 }
 
-/* What the launches of attention depend on. A graph of one row is for all positions; one of several rows is captured
- * again when their number doubles. */
+/* What the launches of a step's attention depend on. Positions are rounded up to a power of two: a graph of several
+ * rows is captured again when a sequence outgrows it, a graph of one row is for all positions. */
 static void rfk_begin_rows(rf_prepared *p, const rf_step *step) {
     uint32_t last = 0;
     p->are_apart = step->n_rows <= RFK_FEW_MAX;
@@ -12951,12 +12955,12 @@ static void rfk_begin_rows(rf_prepared *p, const rf_step *step) {
 /* Replay a step of several rows. Captured when two in a row have as many rows and the same weights. */
 static rf_result rfk_replay_few(rf_prepared *p, rf_queue *q, const rf_step *step, int *replayed, rf_error *err) {
     const uint64_t generation = __atomic_load_n(&p->table->generation, __ATOMIC_RELAXED);
-    rfk_few_graph *graph = &p->few_graph[step->n_rows];
+    rfk_few_graph *graph = &p->few_graph[p->are_apart][step->n_rows];
     if (p->few_generation != generation) {
         rfk_drop_few_graphs(p);
         p->few_rows = 0;
     }
-    if (graph->exec && (graph->positions != p->positions || graph->are_apart != p->are_apart)) {
+    if (graph->exec && graph->positions < p->positions) {
         (void)hipGraphExecDestroy(graph->exec);
         graph->exec = NULL;
     }

@@ -1196,7 +1196,8 @@ static void hip_emu_add_fiber(hip_emu_machine *m) {
     m->fibers.push_back(f);
 }
 
-/* Threads begin forward, backward, or in a scattered order: what only works in one order is a race. */
+/* Threads begin forward, backward, or in a scattered order, blocks of every other pair of launches backward: what only
+ * works in one order is a race. */
 static unsigned hip_emu_step(unsigned n, uint64_t launch) {
     unsigned step = launch % 3 == 0 ? 1 : launch % 3 == 1 ? n - 1 : 7;
     while (step > 1) { /* coprime to n, so that all have a turn */
@@ -1232,7 +1233,8 @@ static void hip_emu_run(dim3 grid, dim3 block, size_t dynamic_bytes, unsigned wa
         m->fibers[i].wave = &m->waves[i / wave];
     }
     uint64_t n_blocks = static_cast<uint64_t>(grid.x) * grid.y * grid.z;
-    for (uint64_t b = 0; b < n_blocks; b++) {
+    for (uint64_t i = 0; i < n_blocks; i++) {
+        const uint64_t b = launch / 2 % 2 ? n_blocks - 1 - i : i;
         m->index = dim3(static_cast<unsigned>(b % grid.x), static_cast<unsigned>(b / grid.x % grid.y),
                         static_cast<unsigned>(b / grid.x / grid.y));
         m->n_finished = m->arrived = m->idle = 0;

@@ -156,6 +156,48 @@ static void rows_case(const mg_buf *file, const char *path, const char *device, 
     rig_close(&r);
 }
 
+/* Steps of as many rows, of a sequence each and then all of one, while positions outgrow a split of attention: on a GPU
+ * that replays such steps, what was captured must not be used for more positions or for the other kind. */
+static void growing_case(const char *device, const mg_buf *file) {
+    enum { N = 3, APART = 8, STEPS = APART + N };
+    static float alone[N][STEPS][MAX_VOCAB];
+    rig r = {0};
+    const rf_session_desc sd = {.n_ctx = 96, .n_seq_max = 2 * N, .n_batch = 64, .n_logits_max = N, .cache_type = RF_CACHE_F32};
+    CHECK(open_rig(&r, file, device, &sd) == RF_OK, "%s", r.err.text);
+    for (uint32_t i = 0; i < N; i++) {
+        CHECK(fill_sequence(&r, (int32_t)i, 60, i) == RF_OK && rf_session_copy(r.s, (int32_t)i, (int32_t)(N + i), &r.err) == RF_OK, "%s", r.err.text);
+        for (uint32_t k = 0; k < STEPS; k++) {
+            const rf_token_row row = {.token = (int32_t)((7 * i + 5 * k) % 64), .seq = (int32_t)(N + i), .pos = RF_POS_NEXT, .want_logits = 1};
+            float *out = NULL;
+            CHECK(rf_session_eval(r.s, &row, 1, &r.err) == RF_OK && rf_session_get_logits(r.s, 0, &out, &r.err) == RF_OK, "%s", r.err.text);
+            if (out) memcpy(alone[i][k], out, r.n_vocab * sizeof *out);
+        }
+    }
+    for (uint32_t t = 0; t < APART + N; t++) {
+        const int apart = t < APART;
+        rf_token_row rows[N];
+        for (uint32_t j = 0; j < N; j++) {
+            const uint32_t i = apart ? j : t - APART, k = apart ? t : APART + j;
+            rows[j] = (rf_token_row){.token = (int32_t)((7 * i + 5 * k) % 64), .seq = (int32_t)i, .pos = RF_POS_NEXT, .want_logits = 1};
+        }
+        CHECK(rf_session_eval(r.s, rows, N, &r.err) == RF_OK, "%s", r.err.text);
+        for (uint32_t j = 0; j < N; j++) {
+            const float *expect = apart ? alone[j][t] : alone[t - APART][APART + j];
+            float *out = NULL;
+            CHECK(rf_session_get_logits(r.s, j, &out, &r.err) == RF_OK, "%s", r.err.text);
+            CHECK(out && memcmp(out, expect, r.n_vocab * sizeof *out) == 0, "%s: row %u of step %u has other bits than alone", device, j, t);
+        }
+    }
+    rig_close(&r);
+}
+
+static void test_growing_rows(void) {
+    mg_buf file = {0};
+    mg_llama(&file, &(mg_options){.type = MG_Q4_K, .use_mix = 1, .mix_type = MG_Q6_K, .n_kv_heads = 1, .seed = 12});
+    for (uint32_t k = 0; device_name(k); k++) growing_case(device_name(k), &file);
+    mg_free(&file);
+}
+
 /* Mixtures of experts with quantized weights, whose decode steps are fused. */
 static const mg_options mixtures[] = {
     {.arch = "qwen3moe", .type = MG_Q4_K, .use_mix = 1, .mix_type = MG_Q6_K, .n_experts = 9, .n_used = 3, .seed = 5},
@@ -194,11 +236,15 @@ static void test_rows_alone(void) {
     rows_on("cpu", 0);
     for (uint32_t k = 0; k < 2 && device_name(k); k++) rows_on(device_name(k), k);
 #ifdef RF_TEST_EMU
+    static const struct {
+        const char *what;
+        uint32_t n_ff, gate, up;
+    } by_mma[] = {{"q4_K by mma.sync", 2560, MG_Q4_K, MG_Q4_K}, {"q6_K by mma.sync", 4864, MG_Q6_K, MG_Q6_K}, {"q4_K times q6_K by mma.sync", 512, MG_Q4_K, MG_Q6_K}};
     hip_emu_matrix_unit(0, HIP_EMU_SM80); /* it has a way of its own; rows of more blocks than a thread block has waves, and of more than twice as many */
-    for (uint32_t t = 0; t < 2; t++) {
+    for (uint32_t t = 0; t < RFT_COUNT(by_mma); t++) {
         mg_buf file = {0};
-        mg_llama(&file, &(mg_options){.type = t ? MG_Q6_K : MG_Q4_K, .seed = 9, .n_ff = t ? 4864 : 2560, .n_layers = 1});
-        rows_case(&file, NULL, "hip:0", RF_CACHE_F16, t ? "q6_K by mma.sync" : "q4_K by mma.sync");
+        mg_llama(&file, &(mg_options){.type = by_mma[t].gate, .use_mix = 2, .mix_type = by_mma[t].up, .seed = 9, .n_ff = by_mma[t].n_ff, .n_layers = 1});
+        rows_case(&file, NULL, "hip:0", RF_CACHE_F16, by_mma[t].what);
         mg_free(&file);
     }
     hip_emu_matrix_unit(0, HIP_EMU_WMMA11);
@@ -830,6 +876,7 @@ int main(int argc, char **argv) {
     if (!device_name(0)) return puts("no usable device"), 1;
     RUN(test_as_cpu);
     RUN(test_rows_alone);
+    RUN(test_growing_rows);
     RUN(test_mixtures);
     RUN(test_repeats);
     RUN(test_two_threads);

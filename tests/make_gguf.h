@@ -479,7 +479,7 @@ typedef struct mg_options {
     const char *arch;      /* "llama", "qwen2", "qwen3", with experts "qwen3moe", "glm4moe",
                               "granitemoe", "gpt-oss"; NULL = "llama"                                   */
     uint32_t type;         /* of all matrices                                                           */
-    uint32_t mix_type;     /* with use_mix: of attn_v, ffn_down and output instead                      */
+    uint32_t mix_type;     /* with use_mix: of attn_v, ffn_down and output instead; with 2: of ffn_up too */
     int use_mix;
     uint32_t embd_type;    /* with use_embd: of token_embd instead                                      */
     int use_embd;
@@ -603,7 +603,7 @@ MG_FN void mg_layer(mg_gguf *w, mg_rng *r, const mg_options *o, uint32_t il) {
         return;
     }
     MG_ADD("ffn_gate.weight", o->type, o->n_embd, n_ff, s, 0);
-    MG_ADD("ffn_up.weight", o->type, o->n_embd, n_ff, s, 0);
+    MG_ADD("ffn_up.weight", o->use_mix == 2 ? mix : o->type, o->n_embd, n_ff, s, 0);
     MG_ADD("ffn_down.weight", mix, n_ff, o->n_embd, s_ff, 0);
     if (o->bias_ffn) {
         MG_ADD("ffn_gate.bias", vec, n_ff, 0, 0.1f, 0);
