@@ -5321,7 +5321,7 @@ typedef struct rfi_stream {
     uint32_t n_uses; /* 0: nothing is streamed         */
     uint64_t n_loaded, n_used, n_freed;
     int paused, freeing;
-    uint64_t epoch; /* of the loader when it was reset: a cancel since then ends loads of the stream, perhaps only later */
+    uint64_t epoch; /* of the loader when it was reset: a cancel since then ends loads, perhaps only later */
     rf_error err;
     rfi_slab ring;
 } rfi_stream;
