@@ -1597,7 +1597,7 @@ typedef struct rf_rope_params {
 
 /* KV_STORE: K[seq][head][pos] = in[T, n_kv_heads, head_dim], V[seq][head][pos] = in2[T, n_kv_heads, head_dim_v];
  * without in2 there is no V, and head_dim_v is 0. Under RF_OP_MLA a key is in[.., head_dim_v], then
- * in2[.., head_dim - head_dim_v], and there is no V. */
+ * in2[.., head_dim - head_dim_v] if it is longer, and there is no V. */
 typedef struct rf_kv_store_params {
     uint32_t n_kv_heads, head_dim, head_dim_v;
 } rf_kv_store_params;
@@ -1761,12 +1761,21 @@ typedef struct rf_spread_params {
 
 /* HYPER, weights of hyper-connections: out[T, 2, n_streams] = what SPREAD gives to each stream, magnitude *
  * sigmoid(weight[1] * in[T, n_streams + s] + bias[n_streams + s]) + eps, then what MIX takes of each,
- * sigmoid(weight[0] * in[T, s] + bias[s]) + eps. With n_parts 1 the first half is 0, and in and bias are [n_streams];
- * else n_parts is 2. */
+ * sigmoid(weight[0] * in[T, s] + bias[s]) + eps. With n_parts 1 the first half is 0, and in and bias are [n_streams].
+ * With n_parts 3 (mHC, arXiv 2512.24880) eps is added to the second alone, and out[T, 2 + n_streams, n_streams] ends with
+ * the matrix C that MIX multiplies the streams by: C[to][from] = softmax over `to` of weight[2] * in[T, 2 n_streams +
+ * from * n_streams + to] + the same of bias, + eps; then its rows (of one `to`) are divided by their sums + eps, and
+ * n_rounds - 1 times its columns and its rows (Sinkhorn). */
+#define RF_HYPER_STREAMS 16 /* with n_parts 3, at most */
 typedef struct rf_hyper_params {
     uint32_t n_streams, n_parts;
     float magnitude, eps;
+    uint32_t n_rounds;
 } rf_hyper_params;
+/* The values that HYPER reads of a token. */
+static inline uint64_t rf_hyper_inputs(const rf_hyper_params *p) {
+    return (uint64_t)p->n_streams * (p->n_parts < 3 ? p->n_parts : 2 + p->n_streams);
+}
 
 /* MATCH: out[T, n_groups, n] = in * |in2[n]| / |in|, |x| the length of a group's vector; 0 where |in| is 0. out may be
  * in. */
@@ -1821,10 +1830,10 @@ typedef struct rf_trim_params {
     X(KV_STORE, 4, kv_store, RF_ROWS_TOKENS, RF_OP_MLA, { \
         const int mla = (op->flags & RF_OP_MLA) != 0; \
         const uint32_t rest = p->head_dim - p->head_dim_v; \
-        rf_op_need(s, !mla || p->head_dim_v < p->head_dim, "a latent key must be longer than its values"); \
+        rf_op_need(s, !mla || p->head_dim_v <= p->head_dim, "a latent key may not be shorter than its values"); \
         rf_op_in(s, op->in, (uint64_t)p->n_kv_heads * (mla ? p->head_dim_v : p->head_dim)); \
         rf_op_in_if(s, op->in2, (uint64_t)p->n_kv_heads * (mla ? rest : p->head_dim_v)); \
-        rf_op_need(s, op->in2 != RF_NONE || p->head_dim_v == 0, "its values are missing"); \
+        rf_op_need(s, op->in2 != RF_NONE || (mla ? rest : p->head_dim_v) == 0, "its values are missing"); \
         rf_op_kv(s, p->n_kv_heads, p->head_dim, mla ? 0 : p->head_dim_v); \
     }) \
     X(ATTENTION, 5, attention, RF_ROWS_TOKENS, RF_OP_MLA | RF_OP_BOTH_WAYS, { \
@@ -1841,7 +1850,7 @@ typedef struct rf_trim_params {
         rf_op_vector_if(s, op->weight, p->n_heads); \
         rf_op_kv(s, p->n_kv_heads, p->head_dim, mla ? 0 : p->head_dim_v); \
         s->window = p->window; \
-        rf_op_need(s, !mla || p->head_dim_v < p->head_dim, "a latent key must be longer than its values"); \
+        rf_op_need(s, !mla || p->head_dim_v <= p->head_dim, "a latent key may not be shorter than its values"); \
         rf_op_need(s, p->n_kv_heads > 0 && p->n_heads % p->n_kv_heads == 0, "n_heads is no multiple of n_kv_heads"); \
         rf_op_need(s, p->temperature == 0 || p->temperature_length > 0, "a temperature needs its length"); \
         rf_op_need(s, p->slopes == RF_NONE || (uint64_t)p->slopes + p->n_heads <= plan->n_tables, \
@@ -1977,12 +1986,13 @@ typedef struct rf_trim_params {
         rf_op_need(s, op->out != op->in && op->out != op->in2 && op->out != op->in3, "out must not be an input"); \
     }) \
     X(HYPER, 20, hyper, RF_ROWS_TOKENS, 0, { \
-        const uint64_t n_in = (uint64_t)p->n_parts * p->n_streams; \
+        const uint64_t n_in = rf_hyper_inputs(p); \
         rf_op_in(s, op->in, n_in); \
-        rf_op_out(s, 2 * (uint64_t)p->n_streams); \
+        rf_op_out(s, p->n_parts < 3 ? 2 * (uint64_t)p->n_streams : n_in); \
         rf_op_vector(s, op->weight, p->n_parts); \
         rf_op_vector(s, op->bias, n_in); \
-        rf_op_need(s, p->n_parts == 1 || p->n_parts == 2, "there must be 1 or 2 parts"); \
+        rf_op_need(s, p->n_parts >= 1 && p->n_parts <= 3, "there must be 1 to 3 parts"); \
+        rf_op_need(s, p->n_parts < 3 || p->n_streams <= RF_HYPER_STREAMS, "too many streams for 3 parts"); \
         rf_op_need(s, op->out != op->in, "out must not be in"); \
     }) \
     X(MATCH, 21, match, RF_ROWS_TOKENS, 0, { \
@@ -7362,6 +7372,7 @@ enum {
     RFI_INDEX_BLOCKS = 3, /* a list of blocks for each KV head (minimax-m3)               */
     RFI_INDEX_POOLED = 4, /* blocks score by the mean of their keys (qwen4exp)            */
     RFI_INDEX_LAST = 5,   /* as SHARED; ropes rotate the last values, not the first (hy_v4); a file may have none */
+    RFI_INDEX_NONE = 6,   /* not supported: contexts that it leaves whole (glm5-next) */
 };
 
 /* rfi_arch.hyper */
@@ -7369,6 +7380,7 @@ enum {
     RFI_HYPER_GATED = 1, /* all values of the streams have gates (qwen4exp)              */
     RFI_HYPER_MIXED = 2, /* weights of streams come from all of them, by HYPER (hy_v4)   */
     RFI_HYPER_ALTUP = 3, /* AltUp: a layer reads the first stream and corrects all of them (gemma3n) */
+    RFI_HYPER_MATRIX = 4, /* as MIXED, and a matrix mixes the streams (glm5-next)        */
 };
 
 typedef struct rfi_indexer_config {
@@ -7618,6 +7630,7 @@ typedef struct rfi_config {
     uint32_t n_stack, n_high, n_low;  /* cycles: layers of a stack, turns of the high one, of the low one before each */
     uint32_t n_streams, stream_rank;  /* hyper-connections: residual streams, width of their gates; 0: none */
     double stream_magnitude, stream_eps; /* as rf_hyper_params                      */
+    uint32_t stream_rounds;
     rfi_ngram_config ngram;
     uint32_t residual_block;          /* the residual stream of every so many layers is kept for BLEND; 0: of none */
     double embedding_scale, residual_scale, logit_scale; /* 0: none              */
@@ -8167,7 +8180,8 @@ static const struct {
     {"attention.indexer.block_size", NULL},
     {"attention.indexer.head_count", NULL},
     {"attention.indexer.key_length", NULL},
-    {"attention.indexer.kpool", " qwen4exp "}, /* attention.compress_ratios says it */
+    {"attention.indexer.kpool", " glm5-next qwen4exp "}, /* attention.compress_ratios says it */
+    {"attention.indexer.types", " glm5-next "}, /* in contexts that an indexer leaves whole */
     {"ple.image_token_id", " qwen4exp "},
     {"attention.key_length_mla", NULL},
     {"attention.key_length_swa", NULL},
@@ -8443,7 +8457,7 @@ static void rfi_config_heads(rfi_key_reader *k, rfi_config *c) {
     }
     const rfi_uint_key value_length = {"attention.value_length", 1, 1 << 14, by_width ? by_width : c->head_dim, 0};
     rfi_key_uint(k, &value_length, &c->head_dim_v);
-    const rfi_uint_key n_rot = {"rope.dimension_count", 2, c->head_dim, c->head_dim & ~1u, 0};
+    const rfi_uint_key n_rot = {"rope.dimension_count", c->arch->no_rope_period == 1 ? 0 : 2, c->head_dim, c->head_dim & ~1u, 0};
     rfi_key_uint(k, &n_rot, &c->n_rot);
     if (c->n_rot % 2) rfi_key_fail(k, RF_ERR_FORMAT, "want an even number, found %u", c->n_rot);
     rfi_key_find(k, value_length.suffix);
@@ -8538,6 +8552,8 @@ static void rfi_config_indexer(rfi_key_reader *k, rfi_config *c) {
     if (pooled) rfi_config_pool(k, c);
     rfi_key_uint(k, &top_k, &best);
     if (last && best == 0) return; /* none */
+    x->n_ctx_dense = best;
+    if (c->arch->indexer == RFI_INDEX_NONE) return;
     rfi_key_uint(k, &heads, &x->n_heads);
     rfi_key_uint(k, &dim, &x->head_dim);
     if (blocks) rfi_key_uint(k, &block, &x->unit);
@@ -8655,12 +8671,22 @@ static void rfi_config_altup(rfi_key_reader *k, rfi_config *c) {
 
 static void rfi_config_hyper(rfi_key_reader *k, rfi_config *c) {
     static const rfi_uint_key count = {"hyper_connection.count", 2, 64, 0, 1},
-                              rank = {"hyper_connection.low_rank", 1, 1 << 16, 0, 1};
+                              rank = {"hyper_connection.low_rank", 1, 1 << 16, 0, 1},
+                              rounds = {"hyper_connection.sinkhorn_iterations", 1, 1000, 0, 1};
     if (c->arch->hyper == RFI_HYPER_ALTUP) {
         rfi_config_altup(k, c);
         return;
     }
     rfi_key_uint(k, &count, &c->n_streams);
+    if (c->arch->hyper == RFI_HYPER_MATRIX) {
+        rfi_key_real(k, "hyper_connection.epsilon", 0, 0, 1, &c->stream_eps);
+        rfi_key_uint(k, &rounds, &c->stream_rounds);
+        c->stream_magnitude = 2;
+        rfi_key_find(k, count.suffix);
+        if (c->n_streams > RF_HYPER_STREAMS)
+            rfi_key_fail(k, RF_ERR_UNSUPPORTED, "%u: at most %u are supported", c->n_streams, RF_HYPER_STREAMS);
+        return;
+    }
     if (c->arch->hyper == RFI_HYPER_MIXED) {
         rfi_key_real(k, "hyper_connection.epsilon", 0, 0, 1, &c->stream_eps);
         rfi_key_scale(k, "hyper_connection.magnitude", 0, 1, &c->stream_magnitude);
@@ -8889,16 +8915,16 @@ static const struct {
     {"ffn_up_exps.scale", " bailingmoe3 hy_v4 kimi-k3 "},
     {"ffn_up_shexp.scale", " bailingmoe3 hy_v4 kimi-k3 "},
     {"ssm_beta.scale", " bailingmoe3 kimi-k3 "},
-    {"attn_k.bias", " bailingmoe3 kimi-k3 kimi-linear mimo2 minimax-m2 qwen4exp step35 "},
+    {"attn_k.bias", " bailingmoe3 glm5-next kimi-k3 kimi-linear mimo2 minimax-m2 qwen4exp step35 "},
     {"attn_k.scale", " bailingmoe3 kimi-k3 kimi-linear "},
     {"attn_k_norm.bias", " mpt "},   /* without attn_q_norm */
     {"attn_k_norm.weight", " mpt "},
     {"attn_output.bias", " ernie4_5 ernie4_5-moe llada refact "},
     {"attn_output.scale", " bailingmoe3 hy_v4 kimi-k3 kimi-linear "},
-    {"attn_q.bias", " bailingmoe3 kimi-k3 kimi-linear mimo2 minimax-m2 qwen4exp step35 "},
+    {"attn_q.bias", " bailingmoe3 glm5-next kimi-k3 kimi-linear mimo2 minimax-m2 qwen4exp step35 "},
     {"attn_q.scale", " bailingmoe3 kimi-k3 kimi-linear "},
     {"attn_res_score.weight", " kimi-k3 "}, /* of layer 0: nothing is kept yet */
-    {"attn_v.bias", " bailingmoe3 kimi-k3 kimi-linear mimo2 minimax-m2 qwen4exp step35 "},
+    {"attn_v.bias", " bailingmoe3 glm5-next kimi-k3 kimi-linear mimo2 minimax-m2 qwen4exp step35 "},
     {"attn_v.scale", " bailingmoe3 kimi-k3 kimi-linear "},
     {"ffn_down.bias", " refact "},
     {"ffn_down.scale", " bailingmoe3 hrm_text hy_v3 hy_v4 kimi-k3 mimo2 "}, /* of layers with experts */
@@ -9357,7 +9383,7 @@ static void rfi_emit_attend(rfi_builder *b, const rfi_decoder *d, const rfi_laye
     if (rfi_has_cache(b, l)) {
         op = rfi_op(b, RF_OP_KV_STORE, RF_NONE, d->k);
         op->flags = mla ? RF_OP_MLA : 0;
-        op->in2 = d->v;
+        op->in2 = mla && l->head_dim == l->head_dim_v ? RF_NONE : d->v;
         op->state = rfi_state(b, l);
         op->kv_store = (rf_kv_store_params){l->n_kv_heads, l->head_dim, l->head_dim_v};
     }
@@ -9509,7 +9535,7 @@ static void rfi_emit_mla(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
     rfi_weight kv = rfi_bind_matrix(b, "attn_kv_a_mqa", c->n_embd, l->head_dim, NULL);
     rfi_emit_matmul(b, d->k, in, kv, a->kv_lora_rank, 0);
     kv.row = a->kv_lora_rank;
-    rfi_emit_matmul(b, d->v, in, kv, c->n_rot, 0);
+    if (c->n_rot) rfi_emit_matmul(b, d->v, in, kv, c->n_rot, 0);
     if (a->q_lora_rank) {
         rfi_emit_norm(b, d->q_lora, d->q_lora, "attn_q_a_norm", a->q_lora_rank, 1, 0);
         rfi_weight w = rfi_bind_matrix(b, "attn_q_b", a->q_lora_rank, n_q, NULL);
@@ -9739,7 +9765,7 @@ static void rfi_emit_kda(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
     }
     rfi_emit_matmul(b, d->beta, in, rfi_bind_matrix(b, "ssm_beta", n_embd, t->n_heads, NULL), t->n_heads, 0);
     rfi_emit_low_rank(b, d, d->alpha, in, "ssm_f_a", "ssm_f_b");
-    const int own_gate = rfi_has(b, "ssm_g.weight"); /* kimi-k3, where ssm_a is below 0 */
+    const int own_gate = rfi_has(b, "ssm_g.weight"), negative = own_gate || b->c->n_streams; /* ssm_a is below 0 */
     const double bound = t->lower_bound;
     if (own_gate)
         rfi_emit_matmul(b, d->delta_gate, in, rfi_bind_matrix(b, "ssm_g", n_embd, n, NULL), n, 0);
@@ -9752,7 +9778,7 @@ static void rfi_emit_kda(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
     op->bias = dt;
     op->state = rfi_recurrent_state(b, (uint64_t)n * t->head_dim);
     op->delta = (rf_delta_params){t->n_heads, t->n_heads, t->head_dim, t->head_dim, (float)(1 / sqrt(t->head_dim)),
-                                  (float)b->c->norm_eps, t->head_dim, (float)(own_gate ? -bound : bound)};
+                                  (float)b->c->norm_eps, t->head_dim, (float)(negative ? -bound : bound)};
     rfi_emit_norm(b, d->att, d->att, "ssm_norm", t->head_dim, t->n_heads, 0);
     rfi_emit_glu(b, d->delta_gate, d->att, n, RF_ACT_SIGMOID);
     rfi_emit_residual(b, d, d->delta_gate, n, "attn_output", "");
@@ -10189,24 +10215,29 @@ static void rfi_emit_gather_streams(rfi_builder *b, const rfi_decoder *d, const 
     rfi_emit_glu(b, d->x, RF_NONE, c->n_embd, RF_ACT_CLAMP);
 }
 
-/* xn = norm(a weighted sum of the streams), inject = the weights: HYPER of W norm(wide). x = 0. */
+/* xn = norm(a weighted sum of the streams), inject = the weights: HYPER of W norm(wide). x = 0. low: the matrix that
+ * mixes the streams, if there is one. */
 static void rfi_emit_mixed_streams(rfi_builder *b, const rfi_decoder *d, const char *name, const char *norm) {
     const rfi_config *c = b->c;
     const int is_output = b->layer == (int32_t)c->n_layers;
-    const uint32_t n = c->n_streams, all = n * c->n_embd, n_parts = is_output ? 1 : 2;
+    const uint32_t n = c->n_streams, all = n * c->n_embd,
+                   n_parts = is_output ? 1 : c->arch->hyper == RFI_HYPER_MATRIX ? 3 : 2;
+    const rf_hyper_params params = {n, n_parts, (float)c->stream_magnitude, (float)c->stream_eps, c->stream_rounds};
+    const uint32_t n_in = (uint32_t)rf_hyper_inputs(&params);
     char full[48];
     snprintf(full, sizeof full, "%s_fn", name);
     rfi_emit_norm(b, d->wide_norm, d->wide, NULL, all, 1, 0);
-    const rfi_weight fn = rfi_bind_matrix(b, full, all, n_parts * n, NULL);
-    rfi_emit_matmul(b, d->low, d->wide_norm, fn, n_parts * n, 0);
+    const rfi_weight fn = rfi_bind_matrix(b, full, all, n_in, NULL);
+    rfi_emit_matmul(b, d->low, d->wide_norm, fn, n_in, 0);
     snprintf(full, sizeof full, "%s_scale.weight", name);
     const uint32_t scale = rfi_bind_vector(b, full, n_parts);
     snprintf(full, sizeof full, "%s_base.weight", name);
-    const uint32_t base = rfi_bind_vector(b, full, n_parts * n);
+    const uint32_t base = rfi_bind_vector(b, full, n_in);
     rf_op *op = rfi_op(b, RF_OP_HYPER, d->inject, d->low);
     op->weight = scale;
     op->bias = base;
-    op->hyper = (rf_hyper_params){n, n_parts, (float)c->stream_magnitude, (float)c->stream_eps};
+    op->hyper = params;
+    if (n_parts == 3) rfi_emit_slice(b, d->low, d->inject, 1, n_in, 2 * n, n * n);
     rfi_emit_mix(b, d->xn, d->wide, d->inject, n, 0);
     if (is_output) return; /* its norm follows */
     rfi_emit_norm(b, d->xn, d->xn, norm, c->n_embd, 1, 0);
@@ -10237,13 +10268,18 @@ static void rfi_emit_ngrams(rfi_builder *b, const rfi_decoder *d) {
 /* A layer with hyper-connections: attention and FFN each read a sum of the streams and add to all of them. */
 static void rfi_emit_hyper_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
     const rfi_config *c = b->c;
-    const int mixed = c->arch->hyper == RFI_HYPER_MIXED;
+    const int mixed = c->arch->hyper != RFI_HYPER_GATED, matrix = c->arch->hyper == RFI_HYPER_MATRIX;
     if (c->ngram.n_heads && (uint32_t)b->layer == c->ngram.layer) rfi_emit_ngrams(b, d);
     for (int ffn = 0; ffn < 2; ffn++) {
         const char *name = ffn ? "hc_ffn" : "hc_attn";
         if (mixed) rfi_emit_mixed_streams(b, d, name, ffn ? "ffn_norm" : "attn_norm");
         else rfi_emit_gather_streams(b, d, name);
+        if (matrix) {
+            rfi_emit_mix(b, d->wide_part, d->wide, d->low, c->n_streams, 0)->mix.n_out = c->n_streams;
+            rfi_emit_slice(b, d->wide, d->wide_part, 1, c->n_streams * c->n_embd, 0, c->n_streams * c->n_embd);
+        }
         if (ffn) rfi_emit_layer_ffn(b, d, l, d->xn);
+        else if (l->recurrent && c->recurrent.kind == RFI_KDA) rfi_emit_kda(b, d, d->xn);
         else if (l->recurrent) rfi_emit_delta(b, d, d->xn);
         else if (c->arch->mla) rfi_emit_mla(b, d, l, d->xn);
         else rfi_emit_attention(b, d, l, d->xn);
@@ -10560,6 +10596,8 @@ static void rfi_emit_decoder(rfi_builder *b) {
     b->layer = (int32_t)c->n_layers;
     if (altup) rfi_emit_altup_mean(b, &d);
     else if (mixed) rfi_emit_mixed_streams(b, &d, "output_hc", NULL);
+    else if (c->arch->hyper == RFI_HYPER_MATRIX)
+        rfi_emit_mix(b, d.xn, d.wide, RF_NONE, c->n_streams, 0)->mix.scale = 1 / (float)c->n_streams;
     else if (c->n_streams) rfi_emit_gather_streams(b, &d, "output_hc");
     const uint32_t n_kept = c->residual_block ? (c->n_layers - 1) / c->residual_block + 1 : 0,
                    stream = c->n_streams ? d.xn
@@ -10863,6 +10901,8 @@ static const rfi_arch rfi_archs[] = {
     {.name = "kimi-linear", .mla = 1, .no_rope_period = 1, .moe = &rfi_moe_kimi, .recurrent = &rfi_kda},
     {.name = "kimi-k3", .mla = 1, .no_rope_period = 1, .attn_gate = RF_ACT_SIGMOID, .attn_gate_optional = 1,
      .swiglu_limit = RF_ACT_SITU, .moe = &rfi_moe_kimi3, .recurrent = &rfi_kda},
+    {.name = "glm5-next", .hyper = RFI_HYPER_MATRIX, .mla = 1, .no_rope_period = 1, .indexer = RFI_INDEX_NONE,
+     .moe = &rfi_moe_glm4, .recurrent = &rfi_kda},
     {.name = "bailingmoe3", .rope_neox = 1, .attn_gate = RF_ACT_SIGMOID, .mla = 1, .swiglu_limit = RF_ACT_MIN_SILU,
      .moe = &rfi_moe_bailing2, .recurrent = &rfi_kda},
     {.name = "minimax-01", .rope_neox = 1, .normed_residual = 1, .moe = &rfi_moe_minimax1,
@@ -10970,7 +11010,8 @@ static int rfi_tensor_is_ignored(const rfi_builder *b, rf_string name) {
         (memcmp(name.data + i, ".attn_k", 7) == 0 || memcmp(name.data + i, ".attn_v", 7) == 0))
         return 1; /* it reads the keys and values of an earlier layer */
     if (b->c->arch->indexer && name.len - i > sizeof indexer &&
-        memcmp(name.data + i + 1, indexer, sizeof indexer - 1) == 0)
+        (memcmp(name.data + i + 1, indexer, sizeof indexer - 1) == 0 ||
+         (b->c->arch->indexer == RFI_INDEX_NONE && memcmp(name.data + i + 1, "indexer_", sizeof indexer - 1) == 0)))
         return b->c->indexer.n_listed == 0 || !b->c->layers[layer].indexes; /* it would choose all, or none reads it */
     return rfi_tensor_is_idle(b, (rf_string){name.data + i + 1, name.len - i - 1});
 }
@@ -14867,6 +14908,33 @@ static float rfi_spread_weight(const rfi_cpu_op *o, uint32_t row, uint32_t strea
     return 1 / (1 + expf(-x));
 }
 
+/* Divide a line of n values, `step` apart, by their sum + eps. */
+static void rfi_divide_line(float *v, uint32_t n, uint32_t step, float eps) {
+    float sum = eps;
+    for (uint32_t i = 0; i < n; i++) sum += v[i * step];
+    for (uint32_t i = 0; i < n; i++) v[i * step] /= sum;
+}
+
+/* HYPER's matrix, c[to][from]. */
+static void rfi_hyper_matrix(const rf_hyper_params *p, const float *in, float scale, const float *base, float *c) {
+    const uint32_t n = p->n_streams;
+    for (uint32_t from = 0; from < n; from++) {
+        float max = -INFINITY;
+        for (uint32_t to = 0; to < n; to++) {
+            const uint32_t at = (2 + from) * n + to;
+            c[to * n + from] = scale * in[at] + base[at];
+            max = fmaxf(max, c[to * n + from]);
+        }
+        for (uint32_t to = 0; to < n; to++) c[to * n + from] = expf(c[to * n + from] - max);
+        rfi_divide_line(c + from, n, n, 0);
+        for (uint32_t to = 0; to < n; to++) c[to * n + from] += p->eps;
+    }
+    for (uint32_t round = 0; round < p->n_rounds; round++) {
+        for (uint32_t from = 0; from < n && round > 0; from++) rfi_divide_line(c + from, n, n, p->eps);
+        for (uint32_t to = 0; to < n; to++) rfi_divide_line(c + to * n, n, 1, p->eps);
+    }
+}
+
 static void rfi_cpu_hyper(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_hyper_params *p = &o->op->hyper;
@@ -14876,9 +14944,11 @@ static void rfi_cpu_hyper(void *ctx, uint32_t chunk, uint32_t thread) {
     for (uint32_t part = 0; part < 2; part++)
         for (uint32_t s = 0; s < p->n_streams; s++) {
             const uint32_t at = part * p->n_streams + s, to = (1 - part) * p->n_streams + s;
+            const float eps = part && p->n_parts == 3 ? 0 : p->eps;
             if (part >= p->n_parts) out[to] = 0;
-            else out[to] = (part ? p->magnitude : 1) / (1 + expf(-scale[part] * in[at] - base[at])) + p->eps;
+            else out[to] = (part ? p->magnitude : 1) / (1 + expf(-scale[part] * in[at] - base[at])) + eps;
         }
+    if (p->n_parts == 3) rfi_hyper_matrix(p, in, scale[2], base, out + 2 * p->n_streams);
 }
 
 /* A chunk is a stream of a row. */
@@ -15476,7 +15546,7 @@ static void rfi_cpu_run_op(rfi_cpu_plan *p, uint32_t index, const rf_step *step)
         break;
     case RF_OP_HYPER:
         o.vector = rfi_cpu_vector(p, op->weight, 0, op->hyper.n_parts, 0);
-        o.vector2 = rfi_cpu_vector(p, op->bias, 0, op->hyper.n_parts * op->hyper.n_streams, 1);
+        o.vector2 = rfi_cpu_vector(p, op->bias, 0, (uint32_t)rf_hyper_inputs(&op->hyper), 1);
         rfi_pool_run(pool, rfi_cpu_hyper, &o, o.n_rows);
         break;
     case RF_OP_SPREAD:

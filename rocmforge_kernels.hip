@@ -7228,25 +7228,56 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_spread(rfk_spread_args a) {
     for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK) out[i] = (a.accumulate ? out[i] : 0.0f) + w * in[i];
 }
 
-/* Weights of hyper-connections, one a thread.   grid [T]   block 256 */
+/* Weights of hyper-connections, one a thread, and the matrix, a line of it a thread.   grid [T]   block 256 */
 struct rfk_hyper_args {
     const float *in;
     const uint8_t *scale, *base;
     float *out;
-    uint32_t in_stride, out_stride, scale_type, base_type, n_streams, n_parts;
+    uint32_t in_stride, out_stride, scale_type, base_type, n_streams, n_parts, n_rounds;
     float magnitude, eps;
 };
+struct rfk_hyper_shared {
+    float c[RF_HYPER_STREAMS * RF_HYPER_STREAMS]; /* [to][from] */
+};
+/* Divide a line of n values, `step` apart, by their sum + eps, and add `then`. */
+RFK_DEVICE void rfk_divide_line(float *v, uint32_t n, uint32_t step, float eps, float then) {
+    float sum = eps;
+    for (uint32_t i = 0; i < n; i++) sum += v[i * step];
+    for (uint32_t i = 0; i < n; i++) v[i * step] = v[i * step] / sum + then;
+}
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_hyper(rfk_hyper_args a) {
+    RFK_SHARED(rfk_hyper_shared, s);
+    const uint32_t n = a.n_streams, line = threadIdx.x;
     for (uint32_t i = threadIdx.x; i < 2 * a.n_streams; i += RFK_BLOCK) {
         const uint32_t part = i / a.n_streams, to = part ? i - a.n_streams : i + a.n_streams;
         float w = 0;
         if (part < a.n_parts) {
             const float x = a.in[(size_t)blockIdx.x * a.in_stride + i] * rfk_load_any(a.scale, a.scale_type, part) +
                             rfk_load_any(a.base, a.base_type, i);
-            w = (part ? a.magnitude : 1.0f) / (1.0f + expf(-x)) + a.eps;
+            w = (part ? a.magnitude : 1.0f) / (1.0f + expf(-x)) + (part && a.n_parts == 3 ? 0.0f : a.eps);
         }
         a.out[(size_t)blockIdx.x * a.out_stride + to] = w;
     }
+    if (a.n_parts < 3) return;
+    if (line < n) {
+        float max = -INFINITY;
+        for (uint32_t to = 0; to < n; to++) {
+            const uint32_t at = (2 + line) * n + to;
+            s.c[to * n + line] = a.in[(size_t)blockIdx.x * a.in_stride + at] * rfk_load_any(a.scale, a.scale_type, 2) +
+                                 rfk_load_any(a.base, a.base_type, at);
+            max = fmaxf(max, s.c[to * n + line]);
+        }
+        for (uint32_t to = 0; to < n; to++) s.c[to * n + line] = expf(s.c[to * n + line] - max);
+        rfk_divide_line(s.c + line, n, n, 0, a.eps);
+    }
+    for (uint32_t round = 0; round < a.n_rounds; round++) {
+        if (line < n && round > 0) rfk_divide_line(s.c + line, n, n, a.eps, 0);
+        __syncthreads();
+        if (line < n) rfk_divide_line(s.c + line * n, n, 1, a.eps, 0);
+        __syncthreads();
+    }
+    for (uint32_t i = threadIdx.x; i < n * n; i += RFK_BLOCK)
+        a.out[(size_t)blockIdx.x * a.out_stride + 2 * n + i] = s.c[i];
 }
 
 /* Vectors of `in` with the length of in2's.   grid [T, groups]   block 256 */
@@ -11807,6 +11838,7 @@ static rf_result rfk_run_hyper(const rfk_launching *l) {
     a.out_stride = l->b.out_stride;
     a.n_streams = l->op->hyper.n_streams;
     a.n_parts = l->op->hyper.n_parts;
+    a.n_rounds = l->op->hyper.n_rounds;
     a.magnitude = l->op->hyper.magnitude;
     a.eps = l->op->hyper.eps;
     return rfk_enqueue(l, rfk_hyper, dim3(l->n_rows), RFK_BLOCK, a);

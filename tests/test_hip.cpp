@@ -1935,29 +1935,50 @@ static void test_blend() {
     }
 }
 
+/* As test_recurrent.c has it. */
+static void want_matrix(double *c, uint32_t n, const float *x, double scale, const double *base, double eps, uint32_t rounds) {
+    for (uint32_t from = 0; from < n; from++) {
+        double sum = 0;
+        for (uint32_t to = 0; to < n; to++) sum += c[to * n + from] = exp(scale * x[from * n + to] + base[from * n + to]);
+        for (uint32_t to = 0; to < n; to++) c[to * n + from] = c[to * n + from] / sum + eps;
+    }
+    for (uint32_t line = 0; line < 2 * rounds - 1; line++)
+        for (uint32_t i = 0; i < n; i++) {
+            const uint32_t first = line % 2 ? i : i * n, step = line % 2 ? n : 1; /* rows first */
+            double sum = eps;
+            for (uint32_t j = 0; j < n; j++) sum += c[first + j * step];
+            for (uint32_t j = 0; j < n; j++) c[first + j * step] /= sum;
+        }
+}
+
 static void test_hyper() {
-    static const uint32_t streams[] = {2, 4, 64}, Ts[] = {1, 7};
-    std::vector<Row> list = combinations(std::vector<int>{3, 2, 2, 3, n_devices});
+    static const uint32_t streams[] = {2, 4, 16, 64}, Ts[] = {1, 7};
+    std::vector<Row> list = combinations(std::vector<int>{4, 3, 2, 3, n_devices});
     for (size_t i = 0; i < list.size(); i++) {
         const Row &r = list[i];
-        const uint32_t S = streams[r[0]], parts = 1 + (uint32_t)r[1], T = Ts[r[2]], type = vector_types[r[3]], n = parts * S;
+        const uint32_t S = streams[r[0]], parts = S > RF_HYPER_STREAMS ? 1 + (uint32_t)r[1] % 2 : 1 + (uint32_t)r[1], T = Ts[r[2]],
+                       type = vector_types[r[3]], n = parts < 3 ? parts * S : (2 + S) * S, n_out = parts < 3 ? 2 * S : n, rounds = 1 + (uint32_t)i % 3;
         Rig g(devices[(size_t)r[4]]);
-        const uint32_t in = g.buffer(n + 1), out = g.buffer(2 * S + 3);
-        const std::vector<float> scale = values(parts), base = values(n), x = values((size_t)T * (n + 1)), y = values((size_t)T * (2 * S + 3));
+        const uint32_t in = g.buffer(n + 1), out = g.buffer(n_out + 3);
+        const std::vector<float> scale = values(parts), base = values(n), x = values((size_t)T * (n + 1)), y = values((size_t)T * (n_out + 3));
         const std::vector<double> sd = rounded(scale, type), bd = rounded(base, type);
         rf_op *o = g.op(RF_OP_HYPER);
         o->in = in, o->out = out, o->weight = g.vector(scale, type), o->bias = g.vector(base, type);
-        o->hyper = rf_hyper_params{S, parts, 2.5f, 0.125f};
+        o->hyper = rf_hyper_params{S, parts, 2.5f, 0.125f, rounds};
         REQUIRE(g.open(T, 1, 64) == RF_OK, "%s", g.err.text);
         g.set(in, x), g.set(out, y);
         REQUIRE(g.run(rows_of(T)) == RF_OK, "%s", g.err.text);
         std::vector<double> want(y.begin(), y.end());
-        for (uint32_t t = 0; t < T; t++)
+        for (uint32_t t = 0; t < T; t++) {
+            double *to = &want[(size_t)t * (n_out + 3)];
+            const float *from = &x[(size_t)t * (n + 1)];
             for (uint32_t k = 0; k < 2 * S; k++) {
                 const uint32_t part = k < S, at = part * S + k % S;
-                const double v = part < parts ? x[(size_t)t * (n + 1) + at] * sd[part] + bd[at] : 0;
-                want[(size_t)t * (2 * S + 3) + k] = part < parts ? (part ? 2.5 : 1) / (1 + exp(-v)) + 0.125 : 0;
+                const double v = part < parts ? from[at] * sd[part] + bd[at] : 0;
+                to[k] = part < parts ? (part ? 2.5 : 1) / (1 + exp(-v)) + (part && parts == 3 ? 0 : 0.125) : 0;
             }
+            if (parts == 3) want_matrix(to + 2 * S, S, from + 2 * S, sd[2], &bd[2 * S], 0.125, rounds);
+        }
         compare(g.get(out), want, FLOAT_TOLERANCE, NMSE_TOLERANCE, "hyper");
     }
 }

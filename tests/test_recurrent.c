@@ -615,30 +615,49 @@ static void test_blend_op(void) {
     agree(o.y, want, ROWS * N, "blend");
 }
 
+/* c[to][from]: a softmax over `to`, + eps, then rows and columns divided by their sums + eps in turn. */
+static void want_matrix(double *c, uint32_t n, const float *x, double scale, const float *base, double eps, uint32_t rounds) {
+    for (uint32_t from = 0; from < n; from++) {
+        double sum = 0;
+        for (uint32_t to = 0; to < n; to++) sum += c[to * n + from] = exp(scale * x[from * n + to] + base[from * n + to]);
+        for (uint32_t to = 0; to < n; to++) c[to * n + from] = c[to * n + from] / sum + eps;
+    }
+    for (uint32_t line = 0; line < 2 * rounds - 1; line++)
+        for (uint32_t i = 0; i < n; i++) {
+            const uint32_t first = line % 2 ? i : i * n, step = line % 2 ? n : 1; /* rows first */
+            double sum = eps;
+            for (uint32_t j = 0; j < n; j++) sum += c[first + j * step];
+            for (uint32_t j = 0; j < n; j++) c[first + j * step] /= sum;
+        }
+}
+
 static void test_hyper_op(void) {
-    enum { S = 5 };
+    enum { S = 5, ALL = 2 * S + S * S };
     static one_op o;
-    double want[ROWS * 2 * S];
-    float scale[2] = {0.7f, -1.3f}, base[2 * S];
-    fill(base, 2 * S, 7);
-    for (uint32_t parts = 1; parts <= 2; parts++) {
+    static double want[ROWS * ALL];
+    float scale[3] = {0.7f, -1.3f, 1.9f}, base[ALL];
+    fill(base, ALL, 7);
+    for (uint32_t parts = 1; parts <= 3; parts++) {
+        const uint32_t n_in = parts < 3 ? parts * S : ALL, n_out = parts < 3 ? 2 * S : ALL;
         rf_error err = {0};
         memset(&o, 0, sizeof o);
         o.op = (rf_op){.kind = RF_OP_HYPER, .in = 0, .in2 = RF_NONE, .in3 = RF_NONE, .out = 3, .state = RF_NONE, .weight = 0,
-                       .bias = 1, .factor = RF_NONE, .hyper = {S, parts, 2.5f, 0.125f}};
+                       .bias = 1, .factor = RF_NONE, .hyper = {S, parts, 2.5f, 0.125f, 3}};
         o.weights[0] = (rf_plan_weight){.name = "s", .type = RF_TYPE_F32, .n_in = parts, .n_rows = 1, .size_bytes = 4 * parts};
-        o.weights[1] = (rf_plan_weight){.name = "b", .type = RF_TYPE_F32, .n_in = parts * S, .n_rows = 1, .size_bytes = 4ull * parts * S};
+        o.weights[1] = (rf_plan_weight){.name = "b", .type = RF_TYPE_F32, .n_in = n_in, .n_rows = 1, .size_bytes = 4ull * n_in};
         o.values[0] = scale, o.values[1] = base, o.n_weights = 2, o.state.width = 1;
-        o.widths[0] = parts * S, o.widths[1] = o.widths[2] = 1, o.widths[3] = 2 * S;
-        fill(o.x[0], ROWS * parts * S, 3);
-        for (uint32_t r = 0; r < ROWS; r++)
+        o.widths[0] = n_in, o.widths[1] = o.widths[2] = 1, o.widths[3] = n_out;
+        fill(o.x[0], ROWS * n_in, 3);
+        for (uint32_t r = 0; r < ROWS; r++) {
             for (uint32_t i = 0; i < 2 * S; i++) {
                 const uint32_t part = i < S, at = part * S + i % S;
-                const double x = part < parts ? (double)o.x[0][r * parts * S + at] * scale[part] + base[at] : 0;
-                want[r * 2 * S + i] = part < parts ? (part ? 2.5 : 1) / (1 + exp(-x)) + 0.125 : 0;
+                const double x = part < parts ? (double)o.x[0][r * n_in + at] * scale[part] + base[at] : 0;
+                want[r * n_out + i] = part < parts ? (part ? 2.5 : 1) / (1 + exp(-x)) + (part && parts == 3 ? 0 : 0.125) : 0;
             }
+            if (parts == 3) want_matrix(want + r * n_out + 2 * S, S, o.x[0] + r * n_in + 2 * S, scale[2], base + 2 * S, 0.125, 3);
+        }
         CHECK(run_one(&o, turns, &err) == RF_OK, "%s", err.text);
-        agree(o.y, want, ROWS * 2 * S, "hyper");
+        agree(o.y, want, ROWS * n_out, "hyper");
     }
 }
 
