@@ -1762,10 +1762,10 @@ typedef struct rf_spread_params {
 /* HYPER, weights of hyper-connections: out[T, 2, n_streams] = what SPREAD gives to each stream, magnitude *
  * sigmoid(weight[1] * in[T, n_streams + s] + bias[n_streams + s]) + eps, then what MIX takes of each,
  * sigmoid(weight[0] * in[T, s] + bias[s]) + eps. With n_parts 1 the first half is 0, and in and bias are [n_streams].
- * With n_parts 3 (mHC, arXiv 2512.24880) eps is added to the second alone, and out[T, 2 + n_streams, n_streams] ends with
- * the matrix C that MIX multiplies the streams by: C[to][from] = softmax over `to` of weight[2] * in[T, 2 n_streams +
- * from * n_streams + to] + the same of bias, + eps; then its rows (of one `to`) are divided by their sums + eps, and
- * n_rounds - 1 times its columns and its rows (Sinkhorn). */
+ * With n_parts 3 (mHC, arXiv 2512.24880) eps is added to the second alone, and out[T, 2 + n_streams, n_streams] ends
+ * with the matrix C that MIX multiplies the streams by: C[to][from] = softmax over `to` of weight[2] *
+ * in[T, 2 n_streams + from * n_streams + to] + the same of bias, + eps; then its rows (of one `to`) are divided by
+ * their sums + eps, and n_rounds - 1 times its columns and its rows (Sinkhorn). */
 #define RF_HYPER_STREAMS 16 /* with n_parts 3, at most */
 typedef struct rf_hyper_params {
     uint32_t n_streams, n_parts;
@@ -8457,7 +8457,8 @@ static void rfi_config_heads(rfi_key_reader *k, rfi_config *c) {
     }
     const rfi_uint_key value_length = {"attention.value_length", 1, 1 << 14, by_width ? by_width : c->head_dim, 0};
     rfi_key_uint(k, &value_length, &c->head_dim_v);
-    const rfi_uint_key n_rot = {"rope.dimension_count", c->arch->no_rope_period == 1 ? 0 : 2, c->head_dim, c->head_dim & ~1u, 0};
+    const uint32_t rot_min = c->arch->no_rope_period == 1 ? 0 : 2;
+    const rfi_uint_key n_rot = {"rope.dimension_count", rot_min, c->head_dim, c->head_dim & ~1u, 0};
     rfi_key_uint(k, &n_rot, &c->n_rot);
     if (c->n_rot % 2) rfi_key_fail(k, RF_ERR_FORMAT, "want an even number, found %u", c->n_rot);
     rfi_key_find(k, value_length.suffix);
@@ -31902,6 +31903,7 @@ RFI_ONCE_CODE_END
  *          dots3note, hrm_text, hy_v4, qwen4exp: ops HYPER, SPREAD (hyper-connections); rf_plan.given, rows of a table
  *            that stays in the file; rf_conv_params.dilation, and means; rf_rope_params.shift.
  *          gemma3n: ops MATCH and TRIM, rf_mix_params.n_out, rf_spread_params.first.
+ *          glm5-next: three parts of HYPER, rf_hyper_params.n_rounds; MLA whose key is as long as its values.
  *   0.2.0  Renames and one rule for each kind of call; old -> new:
  *            rf_eval, rf_forward                 -> rf_session_eval, rf_session_forward
  *            rf_row                              -> rf_token_row

@@ -2252,6 +2252,112 @@ def make_minimax_01():
     return m, layers
 
 
+def kimi_delta(m, b, h, fade, gate):
+    """Kimi delta attention of 4 heads of 8 values: each key channel of the memory fades by itself, by fade(ssm_a, step)"""
+    eps, n = m.get('attention.layer_norm_rms_epsilon'), len(h)
+    def part(x):
+        w = m.at(b + 'ssm_conv1d_%s.weight' % x)[:, 0]
+        y = np.concatenate([np.zeros((3, 32)), linear(m, b + 'attn_' + x, h)])
+        return heads(silu(sum(y[j:j + n] * w[:, j] for j in range(4))), 4)
+    q, k, v = unit(part('q'), eps) * 8 ** -0.5, unit(part('k'), eps), part('v')
+    step = heads(linear(m, b + 'ssm_f_b', linear(m, b + 'ssm_f_a', h)) + m.at(b + 'ssm_dt.bias'), 4)
+    fades = fade(m.at(b + 'ssm_a').reshape(4, 1), step)
+    beta, state, out = sigmoid(linear(m, b + 'ssm_beta', h)), np.zeros((4, 8, 8)), np.empty((n, 4, 8))
+    for t in range(n):
+        state = state * fades[t][:, :, None]
+        held = np.einsum('hkv,hk->hv', state, k[t])
+        state = state + k[t][:, :, None] * (beta[t][:, None] * (v[t] - held))[:, None, :]
+        out[t] = np.einsum('hkv,hk->hv', state, q[t])
+    return linear(m, b + 'attn_output', rms_norm(m, b + 'ssm_norm', out).reshape(n, -1) * sigmoid(gate))
+
+
+def put_kimi_delta(m, b, a):
+    """as kimi_delta reads it, with a low rank output gate; a: mean, spread and shape of ssm_a"""
+    for part in 'qkv':
+        m.weight(b + 'attn_' + part, 32, N_EMBD, gain=1.5)
+        m.vector(b + 'ssm_conv1d_%s.weight' % part, 32, 1, 4, spread=1.0)
+    for name, *shape in (('f_a', 8, N_EMBD), ('f_b', 32, 8), ('g_a', 8, N_EMBD), ('g_b', 32, 8), ('beta', 4, N_EMBD)):
+        m.weight(b + 'ssm_' + name, *shape, gain=1.5)
+    m.vector(b + 'ssm_a', *a[2], mean=a[0], spread=a[1])
+    m.vector(b + 'ssm_dt.bias', 32, spread=0.5)
+    m.norm(b + 'ssm_norm', 8)
+    m.weight(b + 'attn_output', N_EMBD, 32, gain=1.5)
+
+
+def make_glm5_next():
+    """Four residual streams, which a matrix mixes whose rows and columns nearly add up to 1; Kimi delta attention, and latent
+    attention without rope, whose indexer leaves this context whole; the head reads the mean of the streams"""
+    n_s, eps = 4, 0.01
+    m = Model('glm5-next', 'glm5-next')
+    common_keys(m, layers=3, n_head=4, n_kv=1, head_dim=24, n_ff=40)
+    m.i32s(attention__head_count_kv=[0, 1, 0])
+    m.u32(attention__value_length=24, attention__kv_lora_rank=24, attention__q_lora_rank=20, attention__key_length_mla=12,
+          attention__value_length_mla=10, rope__dimension_count=0, ssm__conv_kernel=4, kda__head_dim=8,
+          leading_dense_block_count=1, expert_count=6, expert_used_count=2, expert_feed_forward_length=16,
+          expert_shared_count=1, expert_gating_func=2, attention__indexer__head_count=3, attention__indexer__key_length=12,
+          attention__indexer__top_k=64, attention__indexer__kpool=4, hyper_connection__count=n_s,
+          hyper_connection__sinkhorn_iterations=3)
+    m.f32(expert_weights_scale=1.5, kda__gate_lower_bound=-3.0, hyper_connection__epsilon=eps)
+    m.flag(expert_weights_norm=True)
+    put_embeddings(m)
+    for il in range(3):
+        b = 'blk.%d.' % il
+        for part in ('attn', 'ffn'):
+            m.norm(b + part + '_norm', N_EMBD)
+            m.weight(b + 'hc_%s_fn' % part, 24, n_s * N_EMBD, gain=1.5)
+            m.vector(b + 'hc_%s_base.weight' % part, 24, spread=0.5)
+            m.vector(b + 'hc_%s_scale.weight' % part, 3, mean=1.0, spread=0.4)
+        if il == 1:
+            m.norm(b + 'attn_q_a_norm', 20)
+            m.norm(b + 'attn_kv_a_norm', 24)
+            for name, *shape in (('q_a', 20, N_EMBD), ('q_b', 48, 20), ('kv_a_mqa', 24, N_EMBD), ('k_b', 4, 24, 12),
+                                 ('v_b', 4, 10, 24), ('output', N_EMBD, 40)):
+                m.weight(b + 'attn_' + name, *shape, gain=1.2)
+            m.weight(b + 'indexer.proj', 3, N_EMBD)
+            m.weight(b + 'indexer_compressor_gate', 12, N_EMBD)
+        else: put_kimi_delta(m, b, (-0.8, 0.1, (4,)))
+        if il == 0: put_ffn(m, il, 40)
+        else:
+            put_experts(m, il, 6, 16)
+            put_ffn(m, il, 16, '_shexp')
+            m.vector(b + 'exp_probs_b.bias', 6, spread=0.2)
+
+    def weights(m, name, x):
+        y, base = linear(m, name + '_fn', rms(x.reshape(len(x), -1), 2e-3)), m.at(name + '_base.weight')
+        take, give, mix = (y[:, i:j] * s + base[i:j] for (i, j), s in zip(((0, 4), (4, 8), (8, 24)), m.at(name + '_scale.weight')))
+        c = softmax(mix.reshape(-1, 4, 4)) + eps  # of each token [from][to]
+        for line in range(5): c = c / (c.sum(1 + line % 2, keepdims=True) + eps)
+        return sigmoid(take) + eps, 2 * sigmoid(give), c
+
+    def kda(m, b, h):
+        gate = linear(m, b + 'ssm_g_b', linear(m, b + 'ssm_g_a', h))
+        return kimi_delta(m, b, h, lambda a, step: np.exp(-3.0 * sigmoid(-a * step)), gate)
+
+    def latent(m, b, h):
+        q = heads(linear(m, b + 'attn_q_b', rms_norm(m, b + 'attn_q_a_norm', linear(m, b + 'attn_q_a', h))), 4)
+        low = rms_norm(m, b + 'attn_kv_a_norm', linear(m, b + 'attn_kv_a_mqa', h))
+        k, v = (np.einsum(how, low, m.at(b + 'attn_%s_b.weight' % x)) for how, x in (('tr,hrd->thd', 'k'), ('tr,hdr->thd', 'v')))
+        return linear(m, b + 'attn_output', attention(q, k, v, 12 ** -0.5))
+
+    def moe(m, il, h):
+        if il == 0: return gated_ffn(m, il, h)
+        probs = sigmoid(linear(m, 'blk.%d.ffn_gate_inp' % il, h))
+        w = choose_experts(m, probs, probs + m.at('blk.%d.exp_probs_b.bias' % il), True)
+        return 1.5 * experts(m, il, h, w) + gated_ffn(m, il, h, '_shexp')
+
+    def forward(m, tokens):
+        x = np.repeat(m.at('token_embd.weight')[tokens][:, None], n_s, 1)
+        for il in range(3):
+            b = 'blk.%d.' % il
+            for part in ('attn', 'ffn'):
+                take, give, c = weights(m, b + 'hc_' + part, x)
+                h = rms_norm(m, b + part + '_norm', (take[:, :, None] * x).sum(1))
+                y = moe(m, il, h) if part == 'ffn' else (latent if il == 1 else kda)(m, b, h)
+                x = give[:, :, None] * y[:, None] + np.einsum('nft,nfd->ntd', c, x)
+        return logits(m, rms_norm(m, 'output_norm', x.mean(1)))
+    return m, forward
+
+
 def make_kimi_k3():
     """each sublayer reads a mixture of the stream and of those that every second layer put aside; narrow experts; tanh
     limits gates and values"""
@@ -2299,21 +2405,7 @@ def make_kimi_k3():
             m.vector(b + 'exp_probs_b.bias', 6, spread=0.2)
 
     def kda(m, b, h):
-        eps, n = m.get('attention.layer_norm_rms_epsilon'), len(h)
-        def part(x):
-            w = m.at(b + 'ssm_conv1d_%s.weight' % x)[:, 0]
-            y = np.concatenate([np.zeros((3, 32)), linear(m, b + 'attn_' + x, h)])
-            return heads(silu(sum(y[j:j + n] * w[:, j] for j in range(4))), 4)
-        q, k, v = unit(part('q'), eps) * 8 ** -0.5, unit(part('k'), eps), part('v')
-        step = heads(linear(m, b + 'ssm_f_b', linear(m, b + 'ssm_f_a', h)) + m.at(b + 'ssm_dt.bias'), 4)
-        fade = np.exp(-3.0 * sigmoid(-m.at(b + 'ssm_a')[:, None] * step))
-        beta, state, out = sigmoid(linear(m, b + 'ssm_beta', h)), np.zeros((4, 8, 8)), np.empty((n, 4, 8))
-        for t in range(n):
-            state = state * fade[t][:, :, None]
-            held = np.einsum('hkv,hk->hv', state, k[t])
-            state = state + k[t][:, :, None] * (beta[t][:, None] * (v[t] - held))[:, None, :]
-            out[t] = np.einsum('hkv,hk->hv', state, q[t])
-        return linear(m, b + 'attn_output', rms_norm(m, b + 'ssm_norm', out).reshape(n, -1) * sigmoid(linear(m, b + 'ssm_g', h)))
+        return kimi_delta(m, b, h, lambda a, step: np.exp(-3.0 * sigmoid(-a * step)), linear(m, b + 'ssm_g', h))
 
     def latent(m, b, h):
         q = heads(linear(m, b + 'attn_q_b', rms_norm(m, b + 'attn_q_a_norm', linear(m, b + 'attn_q_a', h))), 4)
@@ -2374,16 +2466,7 @@ def make_kimi_linear():
             m.norm(b + 'attn_kv_a_norm', 24)
             for name, *shape in (('q', 48, N_EMBD), ('kv_a_mqa', 28, N_EMBD), ('k_b', 4, 24, 8), ('v_b', 4, 10, 24), ('output', N_EMBD, 40)):
                 m.weight(b + 'attn_' + name, *shape, gain=1.2)
-        else:
-            for part in 'qkv':
-                m.weight(b + 'attn_' + part, 32, N_EMBD, gain=1.5)
-                m.vector(b + 'ssm_conv1d_%s.weight' % part, 32, 1, 4, spread=1.0)
-            for name, *shape in (('f_a', 8, N_EMBD), ('f_b', 32, 8), ('g_a', 8, N_EMBD), ('g_b', 32, 8), ('beta', 4, N_EMBD)):
-                m.weight(b + 'ssm_' + name, *shape, gain=1.5)
-            m.vector(b + 'ssm_a', 4, 1, mean=-0.3, spread=0.07)
-            m.vector(b + 'ssm_dt.bias', 32, spread=0.5)
-            m.norm(b + 'ssm_norm', 8)
-            m.weight(b + 'attn_output', N_EMBD, 32, gain=1.5)
+        else: put_kimi_delta(m, b, (-0.3, 0.07, (4, 1)))
         if il == 0: put_ffn(m, il, 40)
         else:
             put_experts(m, il, 6, 16)
@@ -2391,21 +2474,8 @@ def make_kimi_linear():
             m.vector(b + 'exp_probs_b.bias', 6, spread=0.2)
 
     def kda(m, b, h):
-        eps, n = m.get('attention.layer_norm_rms_epsilon'), len(h)
-        def part(x):
-            w = m.at(b + 'ssm_conv1d_%s.weight' % x)[:, 0]
-            y = np.concatenate([np.zeros((3, 32)), linear(m, b + 'attn_' + x, h)])
-            return heads(silu(sum(y[j:j + n] * w[:, j] for j in range(4))), 4)
-        q, k, v = unit(part('q'), eps) * 8 ** -0.5, unit(part('k'), eps), part('v')
-        fade = np.exp(softplus(heads(linear(m, b + 'ssm_f_b', linear(m, b + 'ssm_f_a', h)) + m.at(b + 'ssm_dt.bias'), 4)) * m.at(b + 'ssm_a'))
-        beta, state, out = sigmoid(linear(m, b + 'ssm_beta', h)), np.zeros((4, 8, 8)), np.empty((n, 4, 8))
-        for t in range(n):
-            state = state * fade[t][:, :, None]
-            held = np.einsum('hkv,hk->hv', state, k[t])
-            state = state + k[t][:, :, None] * (beta[t][:, None] * (v[t] - held))[:, None, :]
-            out[t] = np.einsum('hkv,hk->hv', state, q[t])
-        gate = sigmoid(linear(m, b + 'ssm_g_b', linear(m, b + 'ssm_g_a', h)))
-        return linear(m, b + 'attn_output', rms_norm(m, b + 'ssm_norm', out).reshape(n, -1) * gate)
+        gate = linear(m, b + 'ssm_g_b', linear(m, b + 'ssm_g_a', h))
+        return kimi_delta(m, b, h, lambda a, step: np.exp(softplus(step) * a), gate)
 
     def latent(m, b, h):
         q, kv = heads(linear(m, b + 'attn_q', h), 4), linear(m, b + 'attn_kv_a_mqa', h)
@@ -2740,7 +2810,7 @@ FAMILIES = [make_mixtral, make_qwen2moe, make_olmoe, make_lfm2, make_lfm2moe, ma
             make_grovemoe, make_k2_horizon, make_talkie, make_mimo2, make_maple, make_qwen3vl, make_olmo,
             make_hunyuan_dense, make_jais, make_minicpm3, make_apertus, make_step35, make_deepseek32, make_glm_dsa,
             make_minimax_m3, make_nomic_bert, make_jina_bert_v3, make_modern_bert, make_modern_bert_silu,
-            make_kimi_k3, make_qwen4exp, make_dots3note, make_hy_v4,
+            make_kimi_k3, make_glm5_next, make_qwen4exp, make_dots3note, make_hy_v4,
             make_hrm_text, make_qwen35_mtp, make_qwen35moe_mtp]
 
 

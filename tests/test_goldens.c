@@ -28,7 +28,7 @@ static const char *const families[] = {
     "nemotron-h-moe",
     "afmoe", "laguna", "llama4", "arctic", "grok", "cohere2moe", "smallthinker", "grovemoe", "k2-horizon", "talkie",
     "mimo2", "maple", "qwen3vl", "olmo", "hunyuan-dense", "jais", "minicpm3", "apertus", "step35", "minimax-01",
-    "kimi-linear", "deepseek32", "glm-dsa", "minimax-m3", "kimi-k3", "qwen4exp",
+    "kimi-linear", "deepseek32", "glm-dsa", "minimax-m3", "kimi-k3", "glm5-next", "qwen4exp",
     "dots3note", "hy-v4", "hrm-text", "gemma3n", "qwen35-mtp", "qwen35moe-mtp"};
 
 static const char *const encoders[] = {"bert", "jina-bert-v2", "nomic-bert-moe", "gemma-embedding", "t5encoder",
@@ -257,6 +257,23 @@ static void test_encoder(void) {
     end(&r);
 }
 
+/* An indexer that is not supported: contexts that it leaves whole, and an error for longer ones. */
+static void test_context_left_whole(void) {
+    rf_gguf *file = NULL;
+    rf_device *d = NULL;
+    rf_model *m = NULL;
+    rf_session *s = NULL;
+    rf_error err = {0};
+    REQUIRE(rf_gguf_open("tests/family/glm5-next.gguf", NULL, &file, &err) == RF_OK && rf_device_open("cpu", NULL, &d, &err) == RF_OK &&
+            rf_model_open(file, d, NULL, &m, &err) == RF_OK, "%s", err.text);
+    CHECK(rf_session_open(m, &(rf_session_desc){.n_ctx = 65}, &s, &err) == RF_ERR_UNSUPPORTED && strstr(err.text, "64 tokens an indexer"), "%s", err.text);
+    CHECK(rf_session_open(m, &(rf_session_desc){.n_ctx = 64}, &s, &err) == RF_OK, "%s", err.text);
+    rf_session_close(s, NULL);
+    rf_model_close(m, NULL);
+    rf_device_close(d, NULL);
+    rf_gguf_close(file, NULL);
+}
+
 int main(int argc, char **argv) {
     rf_device_info devices[8];
     uint32_t n = 0, n_gpus = 0;
@@ -265,6 +282,7 @@ int main(int argc, char **argv) {
     for (uint32_t d = 0; d < n && d < 8; d++) {
         if (devices[d].usable && devices[d].is_gpu) devices[n_gpus++] = devices[d];
     }
+    RUN(test_context_left_whole);
     const size_t n_families = sizeof families / sizeof *families, n_encoders = sizeof encoders / sizeof *encoders;
     for (size_t i = 0; i < n_families + n_encoders; i++) {
         char name[128];
