@@ -1992,7 +1992,8 @@ typedef struct rf_trim_params {
         rf_op_vector(s, op->weight, p->n_parts); \
         rf_op_vector(s, op->bias, n_in); \
         rf_op_need(s, p->n_parts >= 1 && p->n_parts <= 3, "there must be 1 to 3 parts"); \
-        rf_op_need(s, p->n_parts < 3 || p->n_streams <= RF_HYPER_STREAMS, "too many streams for 3 parts"); \
+        rf_op_need(s, p->n_parts < 3 || (p->n_streams <= RF_HYPER_STREAMS && p->n_rounds > 0), \
+                   "3 parts need rounds, and fewer streams"); \
         rf_op_need(s, op->out != op->in, "out must not be in"); \
     }) \
     X(MATCH, 21, match, RF_ROWS_TOKENS, 0, { \
@@ -7372,7 +7373,7 @@ enum {
     RFI_INDEX_BLOCKS = 3, /* a list of blocks for each KV head (minimax-m3)               */
     RFI_INDEX_POOLED = 4, /* blocks score by the mean of their keys (qwen4exp)            */
     RFI_INDEX_LAST = 5,   /* as SHARED; ropes rotate the last values, not the first (hy_v4); a file may have none */
-    RFI_INDEX_NONE = 6,   /* not supported: contexts that it leaves whole (glm5-next) */
+    RFI_INDEX_NONE = 6,   /* not computed: longer contexts than it leaves whole are refused (glm5-next) */
 };
 
 /* rfi_arch.hyper */
@@ -7440,6 +7441,7 @@ typedef struct rfi_recurrent_arch {
     int one_part;    /* a layer is recurrent, attention or an FFN; of one norm                              */
     int sigmoid_gate; /* DELTA_NET: the output's gate is a sigmoid instead of SiLU */
     int fused_gates; /* ssm_ba (per key head the betas of its heads, then their alphas) instead of ssm_beta, _alpha */
+    int negative_a;  /* KDA with a bound: ssm_a is below 0                                                  */
 } rfi_recurrent_arch;
 
 /* Recurrent layers of a model; kind 0: none. */
@@ -7630,7 +7632,7 @@ typedef struct rfi_config {
     uint32_t n_stack, n_high, n_low;  /* cycles: layers of a stack, turns of the high one, of the low one before each */
     uint32_t n_streams, stream_rank;  /* hyper-connections: residual streams, width of their gates; 0: none */
     double stream_magnitude, stream_eps; /* as rf_hyper_params                      */
-    uint32_t stream_rounds;
+    uint32_t stream_rounds;           /* its n_rounds                               */
     rfi_ngram_config ngram;
     uint32_t residual_block;          /* the residual stream of every so many layers is kept for BLEND; 0: of none */
     double embedding_scale, residual_scale, logit_scale; /* 0: none              */
@@ -8180,8 +8182,8 @@ static const struct {
     {"attention.indexer.block_size", NULL},
     {"attention.indexer.head_count", NULL},
     {"attention.indexer.key_length", NULL},
-    {"attention.indexer.kpool", " glm5-next qwen4exp "}, /* attention.compress_ratios says it */
-    {"attention.indexer.types", " glm5-next "}, /* in contexts that an indexer leaves whole */
+    {"attention.indexer.kpool", " glm5-next qwen4exp "}, /* qwen4exp: attention.compress_ratios says it */
+    {"attention.indexer.types", " glm5-next "}, /* contexts that its indexer leaves whole need neither */
     {"ple.image_token_id", " qwen4exp "},
     {"attention.key_length_mla", NULL},
     {"attention.key_length_swa", NULL},
@@ -8553,8 +8555,13 @@ static void rfi_config_indexer(rfi_key_reader *k, rfi_config *c) {
     if (pooled) rfi_config_pool(k, c);
     rfi_key_uint(k, &top_k, &best);
     if (last && best == 0) return; /* none */
-    x->n_ctx_dense = best;
-    if (c->arch->indexer == RFI_INDEX_NONE) return;
+    if (c->arch->indexer == RFI_INDEX_NONE) {
+        int sees_tail = 1; /* or a position's own block might be left out */
+        rfi_key_bool(k, "attention.indexer.kpool_select_tail", 1, 0, &sees_tail);
+        if (!sees_tail) rfi_key_fail(k, RF_ERR_UNSUPPORTED, "false is not supported");
+        x->n_ctx_dense = best;
+        return;
+    }
     rfi_key_uint(k, &heads, &x->n_heads);
     rfi_key_uint(k, &dim, &x->head_dim);
     if (blocks) rfi_key_uint(k, &block, &x->unit);
@@ -9230,7 +9237,7 @@ static rfi_rope rfi_rope_table(rfi_builder *b, const rfi_rope_config *r) {
     X(wide_norm, TOKENS)   /* [n_streams, n_embd] their norm                                         */ \
     X(wide_gate, TOKENS)   /* [n_streams, n_embd] its gates                                          */ \
     X(wide_part, TOKENS)   /* [n_streams, n_embd] what n-grams add; AltUp: what is added or matched  */ \
-    X(low, TOKENS)         /* [stream_rank] what the gates are made from; LAuReL's, or a router's    */ \
+    X(low, TOKENS)         /* [stream_rank] what the gates, HYPER's weights are made from; its matrix */ \
     X(inject, TOKENS)      /* [n_streams] how much of x each stream receives, or HYPER's, AltUp's weights */ \
     X(given, TOKENS)       /* from the host: [n_heads, width] embeddings of n-grams; MTP head: [n_embd]  */ \
     X(xl, LOGITS)          /* [n_embd] rows of x that want logits                                    */ \
@@ -9766,7 +9773,8 @@ static void rfi_emit_kda(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
     }
     rfi_emit_matmul(b, d->beta, in, rfi_bind_matrix(b, "ssm_beta", n_embd, t->n_heads, NULL), t->n_heads, 0);
     rfi_emit_low_rank(b, d, d->alpha, in, "ssm_f_a", "ssm_f_b");
-    const int own_gate = rfi_has(b, "ssm_g.weight"), negative = own_gate || b->c->n_streams; /* ssm_a is below 0 */
+    const int own_gate = rfi_has(b, "ssm_g.weight"), /* kimi-k3 */
+              negative = own_gate || b->c->arch->recurrent->negative_a;
     const double bound = t->lower_bound;
     if (own_gate)
         rfi_emit_matmul(b, d->delta_gate, in, rfi_bind_matrix(b, "ssm_g", n_embd, n, NULL), n, 0);
@@ -10733,7 +10741,7 @@ static const rfi_moe_arch rfi_moe_plain = {.gating = RFI_GATING_SOFTMAX, .normal
 static const rfi_moe_arch rfi_moe_maion = {.gating = RFI_GATING_SOFTMAX, .normalize = 1, .by_router = 1, .latent = 2};
 static const rfi_recurrent_arch rfi_qwen3next = {.kind = RFI_DELTA_NET, .fused_gates = 1};
 static const rfi_recurrent_arch rfi_lfm2 = {.kind = RFI_SHORT_CONV};
-static const rfi_recurrent_arch rfi_kda = {.kind = RFI_KDA};
+static const rfi_recurrent_arch rfi_kda = {.kind = RFI_KDA}, rfi_glm5_kda = {.kind = RFI_KDA, .negative_a = 1};
 static const rfi_recurrent_arch rfi_lightning = {.kind = RFI_LIGHTNING};
 static const rfi_recurrent_arch rfi_mamba = {.kind = RFI_MAMBA, .only = 1};
 static const rfi_recurrent_arch rfi_mamba2 = {.kind = RFI_MAMBA2, .only = 1};
@@ -10903,7 +10911,7 @@ static const rfi_arch rfi_archs[] = {
     {.name = "kimi-k3", .mla = 1, .no_rope_period = 1, .attn_gate = RF_ACT_SIGMOID, .attn_gate_optional = 1,
      .swiglu_limit = RF_ACT_SITU, .moe = &rfi_moe_kimi3, .recurrent = &rfi_kda},
     {.name = "glm5-next", .hyper = RFI_HYPER_MATRIX, .mla = 1, .no_rope_period = 1, .indexer = RFI_INDEX_NONE,
-     .moe = &rfi_moe_glm4, .recurrent = &rfi_kda},
+     .moe = &rfi_moe_glm4, .recurrent = &rfi_glm5_kda},
     {.name = "bailingmoe3", .rope_neox = 1, .attn_gate = RF_ACT_SIGMOID, .mla = 1, .swiglu_limit = RF_ACT_MIN_SILU,
      .moe = &rfi_moe_bailing2, .recurrent = &rfi_kda},
     {.name = "minimax-01", .rope_neox = 1, .normed_residual = 1, .moe = &rfi_moe_minimax1,

@@ -10884,8 +10884,7 @@ static bool rfk_takes_direct(const rf_prepared *p, uint32_t i, uint32_t count) {
     return takes;
 }
 
-/* Find whether two blocks of rfk_few_direct shall fit a multiprocessor, see rfk_early_carveout. Mixtures lose by it.
- */
+/* Find whether two blocks of rfk_few_direct shall fit a multiprocessor: rfk_early_carveout. Mixtures lose by it. */
 static void rfk_find_direct_plan(rf_prepared *p) {
     p->is_direct = p->n_fused > 0;
     for (uint32_t i = 0; i < p->n_fused; i++) {
@@ -11089,11 +11088,12 @@ static void rfk_drop_graphs(rf_prepared *p) {
 }
 
 static void rfk_drop_few_graphs(rf_prepared *p) {
-    for (uint32_t i = 0; i < 2 * (RFK_FEW_STEP + 1); i++) {
-        rfk_few_graph *graph = &p->few_graph[i / (RFK_FEW_STEP + 1)][i % (RFK_FEW_STEP + 1)];
-        if (graph->exec) (void)hipGraphExecDestroy(graph->exec);
-        graph->exec = NULL;
-    }
+    for (uint32_t apart = 0; apart < 2; apart++)
+        for (uint32_t i = 0; i <= RFK_FEW_STEP; i++) {
+            rfk_few_graph *graph = &p->few_graph[apart][i];
+            if (graph->exec) (void)hipGraphExecDestroy(graph->exec);
+            graph->exec = NULL;
+        }
 }
 
 static void rfk_stop_timing(rf_prepared *p) {

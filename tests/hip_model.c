@@ -239,7 +239,7 @@ static void test_rows_alone(void) {
     static const struct {
         const char *what;
         uint32_t n_ff, gate, up;
-    } by_mma[] = {{"q4_K by mma.sync", 2560, MG_Q4_K, MG_Q4_K}, {"q6_K by mma.sync", 4864, MG_Q6_K, MG_Q6_K}, {"q4_K times q6_K by mma.sync", 512, MG_Q4_K, MG_Q6_K}};
+    } by_mma[] = {{"q4_K by mma.sync", 2560, MG_Q4_K, MG_Q4_K}, {"q6_K by mma.sync", 4864, MG_Q6_K, MG_Q6_K}, {"q4_K beside q6_K by mma.sync", 512, MG_Q4_K, MG_Q6_K}};
     hip_emu_matrix_unit(0, HIP_EMU_SM80); /* it has a way of its own; rows of more blocks than a thread block has waves, and of more than twice as many */
     for (uint32_t t = 0; t < RFT_COUNT(by_mma); t++) {
         mg_buf file = {0};
