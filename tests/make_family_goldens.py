@@ -2284,6 +2284,14 @@ def put_kimi_delta(m, b, a):
     m.weight(b + 'attn_output', N_EMBD, 32, gain=1.5)
 
 
+def put_kimi_ffn(m, il):
+    """a dense first layer, then six experts beside a shared one"""
+    if il == 0: return put_ffn(m, il, 40)
+    put_experts(m, il, 6, 16)
+    put_ffn(m, il, 16, '_shexp')
+    m.vector('blk.%d.exp_probs_b.bias' % il, 6, spread=0.2)
+
+
 def make_glm5_next():
     """Four residual streams, which a matrix mixes whose rows and columns nearly add up to 1; Kimi delta attention, and latent
     attention without rope, whose indexer leaves this context whole; the head reads the mean of the streams"""
@@ -2316,11 +2324,7 @@ def make_glm5_next():
             m.weight(b + 'indexer.proj', 3, N_EMBD)
             m.weight(b + 'indexer_compressor_gate', 12, N_EMBD)
         else: put_kimi_delta(m, b, (-0.8, 0.1, (4,)))
-        if il == 0: put_ffn(m, il, 40)
-        else:
-            put_experts(m, il, 6, 16)
-            put_ffn(m, il, 16, '_shexp')
-            m.vector(b + 'exp_probs_b.bias', 6, spread=0.2)
+        put_kimi_ffn(m, il)
 
     def weights(m, name, x):
         y, base = linear(m, name + '_fn', rms(x.reshape(len(x), -1), 2e-3)), m.at(name + '_base.weight')
@@ -2340,10 +2344,7 @@ def make_glm5_next():
         return linear(m, b + 'attn_output', attention(q, k, v, 12 ** -0.5))
 
     def moe(m, il, h):
-        if il == 0: return gated_ffn(m, il, h)
-        probs = sigmoid(linear(m, 'blk.%d.ffn_gate_inp' % il, h))
-        w = choose_experts(m, probs, probs + m.at('blk.%d.exp_probs_b.bias' % il), True)
-        return 1.5 * experts(m, il, h, w) + gated_ffn(m, il, h, '_shexp')
+        return experts(m, il, h, sigmoid_weights(m, il, h)) + gated_ffn(m, il, h, '_shexp') if il else gated_ffn(m, il, h)
 
     def forward(m, tokens):
         x = np.repeat(m.at('token_embd.weight')[tokens][:, None], n_s, 1)
@@ -2467,11 +2468,7 @@ def make_kimi_linear():
             for name, *shape in (('q', 48, N_EMBD), ('kv_a_mqa', 28, N_EMBD), ('k_b', 4, 24, 8), ('v_b', 4, 10, 24), ('output', N_EMBD, 40)):
                 m.weight(b + 'attn_' + name, *shape, gain=1.2)
         else: put_kimi_delta(m, b, (-0.3, 0.07, (4, 1)))
-        if il == 0: put_ffn(m, il, 40)
-        else:
-            put_experts(m, il, 6, 16)
-            put_ffn(m, il, 16, '_shexp')
-            m.vector(b + 'exp_probs_b.bias', 6, spread=0.2)
+        put_kimi_ffn(m, il)
 
     def kda(m, b, h):
         gate = linear(m, b + 'ssm_g_b', linear(m, b + 'ssm_g_a', h))

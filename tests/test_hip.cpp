@@ -10,6 +10,7 @@
 #include "rf_memory.h"
 #include "rf_test.h"
 #include "ref_types.h"
+#include "ref_hyper.h"
 
 #include <math.h>
 #include <pthread.h>
@@ -1935,22 +1936,6 @@ static void test_blend() {
     }
 }
 
-/* As test_recurrent.c has it. */
-static void want_matrix(double *c, uint32_t n, const float *x, double scale, const double *base, double eps, uint32_t rounds) {
-    for (uint32_t from = 0; from < n; from++) {
-        double sum = 0;
-        for (uint32_t to = 0; to < n; to++) sum += c[to * n + from] = exp(scale * x[from * n + to] + base[from * n + to]);
-        for (uint32_t to = 0; to < n; to++) c[to * n + from] = c[to * n + from] / sum + eps;
-    }
-    for (uint32_t line = 0; line < 2 * rounds - 1; line++)
-        for (uint32_t i = 0; i < n; i++) {
-            const uint32_t first = line % 2 ? i : i * n, step = line % 2 ? n : 1; /* rows first */
-            double sum = eps;
-            for (uint32_t j = 0; j < n; j++) sum += c[first + j * step];
-            for (uint32_t j = 0; j < n; j++) c[first + j * step] /= sum;
-        }
-}
-
 static void test_hyper() {
     static const uint32_t streams[] = {2, 4, 16, 64}, Ts[] = {1, 7};
     std::vector<Row> list = combinations(std::vector<int>{4, 3, 2, 3, n_devices});
@@ -1977,7 +1962,7 @@ static void test_hyper() {
                 const double v = part < parts ? from[at] * sd[part] + bd[at] : 0;
                 to[k] = part < parts ? (part ? 2.5 : 1) / (1 + exp(-v)) + (part && parts == 3 ? 0 : 0.125) : 0;
             }
-            if (parts == 3) want_matrix(to + 2 * S, S, from + 2 * S, sd[2], &bd[2 * S], 0.125, rounds);
+            if (parts == 3) ref_hyper_matrix(to + 2 * S, S, from + 2 * S, sd[2], &bd[2 * S], 0.125, rounds);
         }
         compare(g.get(out), want, FLOAT_TOLERANCE, NMSE_TOLERANCE, "hyper");
     }

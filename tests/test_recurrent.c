@@ -6,6 +6,7 @@
 #include "make_gguf.h"
 #include "rf_test.h"
 #include "rf_rig.h"
+#include "ref_hyper.h"
 #include <fcntl.h>
 #include <stdatomic.h>
 #include <unistd.h>
@@ -615,28 +616,14 @@ static void test_blend_op(void) {
     agree(o.y, want, ROWS * N, "blend");
 }
 
-/* c[to][from]: a softmax over `to`, + eps, then rows and columns divided by their sums + eps in turn. */
-static void want_matrix(double *c, uint32_t n, const float *x, double scale, const float *base, double eps, uint32_t rounds) {
-    for (uint32_t from = 0; from < n; from++) {
-        double sum = 0;
-        for (uint32_t to = 0; to < n; to++) sum += c[to * n + from] = exp(scale * x[from * n + to] + base[from * n + to]);
-        for (uint32_t to = 0; to < n; to++) c[to * n + from] = c[to * n + from] / sum + eps;
-    }
-    for (uint32_t line = 0; line < 2 * rounds - 1; line++)
-        for (uint32_t i = 0; i < n; i++) {
-            const uint32_t first = line % 2 ? i : i * n, step = line % 2 ? n : 1; /* rows first */
-            double sum = eps;
-            for (uint32_t j = 0; j < n; j++) sum += c[first + j * step];
-            for (uint32_t j = 0; j < n; j++) c[first + j * step] /= sum;
-        }
-}
-
 static void test_hyper_op(void) {
     enum { S = 5, ALL = 2 * S + S * S };
     static one_op o;
     static double want[ROWS * ALL];
     float scale[3] = {0.7f, -1.3f, 1.9f}, base[ALL];
+    double base_of_matrix[S * S];
     fill(base, ALL, 7);
+    for (uint32_t i = 0; i < S * S; i++) base_of_matrix[i] = (double)base[2 * S + i];
     for (uint32_t parts = 1; parts <= 3; parts++) {
         const uint32_t n_in = parts < 3 ? parts * S : ALL, n_out = parts < 3 ? 2 * S : ALL;
         rf_error err = {0};
@@ -654,7 +641,7 @@ static void test_hyper_op(void) {
                 const double x = part < parts ? (double)o.x[0][r * n_in + at] * scale[part] + base[at] : 0;
                 want[r * n_out + i] = part < parts ? (part ? 2.5 : 1) / (1 + exp(-x)) + (part && parts == 3 ? 0 : 0.125) : 0;
             }
-            if (parts == 3) want_matrix(want + r * n_out + 2 * S, S, o.x[0] + r * n_in + 2 * S, scale[2], base + 2 * S, 0.125, 3);
+            if (parts == 3) ref_hyper_matrix(want + r * n_out + 2 * S, S, o.x[0] + r * n_in + 2 * S, scale[2], base_of_matrix, 0.125, 3);
         }
         CHECK(run_one(&o, turns, &err) == RF_OK, "%s", err.text);
         agree(o.y, want, ROWS * n_out, "hyper");
