@@ -2306,7 +2306,7 @@ def make_glm5_next():
           attention__indexer__top_k=64, attention__indexer__kpool=4, hyper_connection__count=n_s,
           hyper_connection__sinkhorn_iterations=3)
     m.f32(expert_weights_scale=1.5, kda__gate_lower_bound=-3.0, hyper_connection__epsilon=eps)
-    m.flag(expert_weights_norm=True)
+    m.flag(expert_weights_norm=True, attention__indexer__kpool_select_tail=True)
     put_embeddings(m)
     for il in range(3):
         b = 'blk.%d.' % il

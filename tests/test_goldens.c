@@ -257,7 +257,8 @@ static void test_encoder(void) {
     end(&r);
 }
 
-/* An indexer that is not supported: contexts that it leaves whole, and an error for longer ones. */
+/* An indexer that is not supported: contexts that it leaves whole, and an error for longer ones, or if it might leave out a
+ * position's own block. */
 static void test_context_left_whole(void) {
     rf_gguf *file = NULL;
     rf_device *d = NULL;
@@ -270,8 +271,23 @@ static void test_context_left_whole(void) {
     CHECK(rf_session_open(m, &(rf_session_desc){.n_ctx = 64}, &s, &err) == RF_OK, "%s", err.text);
     rf_session_close(s, NULL);
     rf_model_close(m, NULL);
-    rf_device_close(d, NULL);
     rf_gguf_close(file, NULL);
+
+    static const char key[] = "kpool_select_tail";
+    static char bytes[200000];
+    FILE *f = fopen("tests/family/glm5-next.gguf", "rb");
+    const size_t n = f ? fread(bytes, 1, sizeof bytes, f) : 0;
+    size_t at = 0;
+    if (f) fclose(f);
+    while (at + sizeof key + 4 < n && memcmp(bytes + at, key, sizeof key - 1) != 0) at++;
+    REQUIRE(n < sizeof bytes && bytes[at + sizeof key + 3] == 1, "the key is not there");
+    bytes[at + sizeof key + 3] = 0; /* behind its type, 4 bytes */
+    m = NULL;
+    CHECK(rf_gguf_open_memory(bytes, n, NULL, &file, &err) == RF_OK && rf_model_open(file, d, NULL, &m, &err) == RF_ERR_UNSUPPORTED &&
+          strstr(err.text, key), "%s", err.text);
+    rf_model_close(m, NULL);
+    rf_gguf_close(file, NULL);
+    rf_device_close(d, NULL);
 }
 
 int main(int argc, char **argv) {
