@@ -692,18 +692,63 @@ static __device__ const uint16_t rfk_grid_iq2_xxs[256] = {RF_GRID_IQ2_XXS}, rfk_
                                  rfk_grid_iq2_s[1024] = {RF_GRID_IQ2_S}, rfk_grid_iq1[2048] = {RF_GRID_IQ1},
                                  rfk_grid_iq3_xxs[256] = {RF_GRID_IQ3_XXS}, rfk_grid_iq3_s[512] = {RF_GRID_IQ3_S};
 
-/* Eight weights of a grid entry: of the IQ2 grids, and of IQ1's, where `down` says whether delta is -1/8 or +1/8. */
-RFK_DEVICE void rfk_grid2(uint32_t entry, uint32_t signs, int *q) {
-    RFK_UNROLL(2)
-    for (int i = 0; i < 2; i++) {
-        uint32_t c = rfk_spread2((entry >> (8 * i)) & 255);
-        q[i] = rfk_negate4(0x08080808u + c * 17 + ((c >> 1) & 0x01010101u), signs >> (4 * i));
+/* The grid of a type: ENTRIES of WORDS with four values each, without their signs. */
+template <int TYPE> struct rfk_grid {
+    static const uint32_t ENTRIES = 0, WORDS = 1;
+    RFK_DEVICE uint32_t word(uint32_t, uint32_t) { return 0; }
+};
+template <> struct rfk_grid<RF_TYPE_IQ3_XXS> {
+    static const uint32_t ENTRIES = 256, WORDS = 1;
+    RFK_DEVICE uint32_t word(uint32_t e, uint32_t) {
+        const uint32_t c = rfk_spread3(rfk_grid_iq3_xxs[e]), last = c & (c >> 1) & (c >> 2) & 0x01010101u;
+        return 0x04040404u + c * 8 + last * 2;
+    }
+};
+template <> struct rfk_grid<RF_TYPE_IQ3_S> {
+    static const uint32_t ENTRIES = 512, WORDS = 1;
+    RFK_DEVICE uint32_t word(uint32_t e, uint32_t) { return rfk_spread3(rfk_grid_iq3_s[e]) * 2 + 0x01010101u; }
+};
+RFK_DEVICE uint32_t rfk_grid2_word(uint32_t entry, uint32_t i) {
+    const uint32_t c = rfk_spread2((entry >> (8 * i)) & 255);
+    return 0x08080808u + c * 17 + ((c >> 1) & 0x01010101u);
+}
+template <> struct rfk_grid<RF_TYPE_IQ2_XXS> {
+    static const uint32_t ENTRIES = 256, WORDS = 2;
+    RFK_DEVICE uint32_t word(uint32_t e, uint32_t i) { return rfk_grid2_word(rfk_grid_iq2_xxs[e], i); }
+};
+template <> struct rfk_grid<RF_TYPE_IQ2_XS> {
+    static const uint32_t ENTRIES = 512, WORDS = 2;
+    RFK_DEVICE uint32_t word(uint32_t e, uint32_t i) { return rfk_grid2_word(rfk_grid_iq2_xs[e], i); }
+};
+template <> struct rfk_grid<RF_TYPE_IQ2_S> {
+    static const uint32_t ENTRIES = 1024, WORDS = 2;
+    RFK_DEVICE uint32_t word(uint32_t e, uint32_t i) { return rfk_grid2_word(rfk_grid_iq2_s[e], i); }
+};
+template <> struct rfk_grid<RF_TYPE_IQ1_S> { /* 8 times the values 0, 1, 2 */
+    static const uint32_t ENTRIES = 2048, WORDS = 2;
+    RFK_DEVICE uint32_t word(uint32_t e, uint32_t i) { return rfk_spread2((rfk_grid_iq1[e] >> (8 * i)) & 255) << 3; }
+};
+template <> struct rfk_grid<RF_TYPE_IQ1_M> : rfk_grid<RF_TYPE_IQ1_S> {};
+
+/* Entry e: of a copy in shared memory, or made anew. */
+template <int TYPE, bool SHARED> RFK_DEVICE void rfk_grid_entry(const uint32_t *grid, uint32_t e, uint32_t *v) {
+    typedef rfk_grid<TYPE> G;
+    if (SHARED && G::WORDS == 2) {
+        const uint2 two = reinterpret_cast<const uint2 *>(grid)[e];
+        v[0] = two.x, v[1] = two.y;
+    } else {
+        RFK_UNROLL(2)
+        for (uint32_t i = 0; i < G::WORDS; i++) v[i] = SHARED ? grid[e] : G::word(e, i);
     }
 }
-RFK_DEVICE void rfk_grid1(uint32_t entry, uint32_t down, int *q) {
-    RFK_UNROLL(2)
-    for (int i = 0; i < 2; i++)
-        q[i] = rfk_subtract4((int)(rfk_spread2((entry >> (8 * i)) & 255) << 3), (int)(7 + 2 * (down & 1)));
+
+/* Eight weights of a grid entry: of the IQ2 grids, and of IQ1's, where `down` says whether delta is -1/8 or +1/8. */
+RFK_DEVICE void rfk_grid2(const uint32_t *v, uint32_t signs, int *q) {
+    q[0] = rfk_negate4(v[0], signs), q[1] = rfk_negate4(v[1], signs >> 4);
+}
+RFK_DEVICE void rfk_grid1(const uint32_t *v, uint32_t down, int *q) {
+    const int offset = (int)(7 + 2 * (down & 1));
+    q[0] = rfk_subtract4((int)v[0], offset), q[1] = rfk_subtract4((int)v[1], offset);
 }
 
 template <> struct rfk_format<RF_TYPE_IQ4_NL> {
@@ -839,13 +884,14 @@ template <> struct rfk_format<RF_TYPE_IQ3_XXS> {
         r.c = rfk_load4(w.plane[1] + (block * 8 + u) * 4);
         r.e = rfk_load2(w.plane[2] + (block + u / 8) * 2);
     }
-    RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+    RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) { unpack_by<false>(r, u, o, NULL); }
+    template <bool SHARED> RFK_DEVICE void unpack_by(const rfk_raw &r, uint32_t u, rfk_unit &o, const uint32_t *grid) {
         (void)u;
         RFK_UNROLL(8)
         for (int i = 0; i < 8; i++) {
-            uint32_t c = rfk_spread3(rfk_grid_iq3_xxs[(r.more[i / 4] >> (i % 4 * 8)) & 255]),
-                     last = c & (c >> 1) & (c >> 2) & 0x01010101u;
-            o.q[i] = rfk_negate4(0x04040404u + c * 8 + last * 2, rfk_even_signs(r.c >> (i / 2 * 7)) >> (i % 2 * 4));
+            uint32_t v[2];
+            rfk_grid_entry<RF_TYPE_IQ3_XXS, SHARED>(grid, (r.more[i / 4] >> (i % 4 * 8)) & 255, v);
+            o.q[i] = rfk_negate4(v[0], rfk_even_signs(r.c >> (i / 2 * 7)) >> (i % 2 * 4));
         }
         o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.e) * (0.5f + (float)(r.c >> 28)) * 0.5f;
     }
@@ -860,11 +906,13 @@ template <> struct rfk_format<RF_TYPE_IQ3_S> {
         r.f = rest[40 + u % 8 / 2];
         r.a.x = rfk_load2(w.plane[2] + (block + u / 8) * 2);
     }
-    RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+    RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) { unpack_by<false>(r, u, o, NULL); }
+    template <bool SHARED> RFK_DEVICE void unpack_by(const rfk_raw &r, uint32_t u, rfk_unit &o, const uint32_t *grid) {
         RFK_UNROLL(8)
         for (int i = 0; i < 8; i++) {
-            uint32_t index = ((r.more[i / 4] >> (i % 4 * 8)) & 255) | ((r.e >> i) & 1) << 8;
-            o.q[i] = rfk_negate4(rfk_spread3(rfk_grid_iq3_s[index]) * 2 + 0x01010101u, r.c >> (4 * i));
+            uint32_t v[2];
+            rfk_grid_entry<RF_TYPE_IQ3_S, SHARED>(grid, ((r.more[i / 4] >> (i % 4 * 8)) & 255) | ((r.e >> i) & 1) << 8, v);
+            o.q[i] = rfk_negate4(v[0], r.c >> (4 * i));
         }
         o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.a.x) * (float)(1 + 2 * ((r.f >> (u % 2 * 4)) & 15));
     }
@@ -875,12 +923,15 @@ template <> struct rfk_format<RF_TYPE_IQ2_XXS> {
         rfk_load8bytes(w.plane[0] + (block * 8 + u) * 8, r.more);
         r.c = rfk_load2(w.plane[1] + (block + u / 8) * 2);
     }
-    RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+    RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) { unpack_by<false>(r, u, o, NULL); }
+    template <bool SHARED> RFK_DEVICE void unpack_by(const rfk_raw &r, uint32_t u, rfk_unit &o, const uint32_t *grid) {
         (void)u;
         RFK_UNROLL(4)
-        for (int i = 0; i < 4; i++)
-            rfk_grid2(rfk_grid_iq2_xxs[(r.more[0] >> (8 * i)) & 255], rfk_even_signs(r.more[1] >> (7 * i)),
-                      o.q + 2 * i);
+        for (int i = 0; i < 4; i++) {
+            uint32_t v[2];
+            rfk_grid_entry<RF_TYPE_IQ2_XXS, SHARED>(grid, (r.more[0] >> (8 * i)) & 255, v);
+            rfk_grid2(v, rfk_even_signs(r.more[1] >> (7 * i)), o.q + 2 * i);
+        }
         o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.c) * (0.5f + (float)(r.more[1] >> 28)) * 0.25f;
     }
 };
@@ -891,12 +942,14 @@ template <> struct rfk_format<RF_TYPE_IQ2_XS> {
         r.c = w.plane[1][block * 8 + u];
         r.e = rfk_load2(w.plane[2] + (block + u / 8) * 2);
     }
-    RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+    RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) { unpack_by<false>(r, u, o, NULL); }
+    template <bool SHARED> RFK_DEVICE void unpack_by(const rfk_raw &r, uint32_t u, rfk_unit &o, const uint32_t *grid) {
         (void)u;
         RFK_UNROLL(4)
         for (int i = 0; i < 4; i++) {
-            uint32_t code = r.more[i / 2] >> (i % 2 * 16);
-            rfk_grid2(rfk_grid_iq2_xs[code & 511], rfk_even_signs(code >> 9), o.q + 2 * i);
+            uint32_t code = r.more[i / 2] >> (i % 2 * 16), v[2];
+            rfk_grid_entry<RF_TYPE_IQ2_XS, SHARED>(grid, code & 511, v);
+            rfk_grid2(v, rfk_even_signs(code >> 9), o.q + 2 * i);
         }
         RFK_UNROLL(2)
         for (int h = 0; h < 2; h++)
@@ -913,12 +966,14 @@ template <> struct rfk_format<RF_TYPE_IQ2_S> {
         r.e = w.plane[1][b * 16 + 8 + u % 8];
         r.f = rfk_load2(w.plane[2] + b * 2);
     }
-    RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+    RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) { unpack_by<false>(r, u, o, NULL); }
+    template <bool SHARED> RFK_DEVICE void unpack_by(const rfk_raw &r, uint32_t u, rfk_unit &o, const uint32_t *grid) {
         (void)u;
         RFK_UNROLL(4)
         for (int i = 0; i < 4; i++) {
-            uint32_t index = ((r.more[0] >> (8 * i)) & 255) | ((r.c >> (2 * i)) & 3) << 8;
-            rfk_grid2(rfk_grid_iq2_s[index], r.more[1] >> (8 * i), o.q + 2 * i);
+            uint32_t v[2];
+            rfk_grid_entry<RF_TYPE_IQ2_S, SHARED>(grid, ((r.more[0] >> (8 * i)) & 255) | ((r.c >> (2 * i)) & 3) << 8, v);
+            rfk_grid2(v, r.more[1] >> (8 * i), o.q + 2 * i);
         }
         RFK_UNROLL(2)
         for (int h = 0; h < 2; h++)
@@ -932,11 +987,15 @@ template <> struct rfk_format<RF_TYPE_IQ1_S> {
         r.e = rfk_load2(w.plane[1] + (block * 8 + u) * 2);
         r.f = rfk_load2(w.plane[2] + (block + u / 8) * 2);
     }
-    RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+    RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) { unpack_by<false>(r, u, o, NULL); }
+    template <bool SHARED> RFK_DEVICE void unpack_by(const rfk_raw &r, uint32_t u, rfk_unit &o, const uint32_t *grid) {
         (void)u;
         RFK_UNROLL(4)
-        for (int i = 0; i < 4; i++)
-            rfk_grid1(rfk_grid_iq1[((r.c >> (8 * i)) & 255) | ((r.e >> (3 * i)) & 7) << 8], r.e >> 15, o.q + 2 * i);
+        for (int i = 0; i < 4; i++) {
+            uint32_t v[2];
+            rfk_grid_entry<RF_TYPE_IQ1_S, SHARED>(grid, ((r.c >> (8 * i)) & 255) | ((r.e >> (3 * i)) & 7) << 8, v);
+            rfk_grid1(v, r.e >> 15, o.q + 2 * i);
+        }
         o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.f) * (float)(2 * ((r.e >> 12) & 7) + 1) * 0.125f;
     }
 };
@@ -948,11 +1007,13 @@ template <> struct rfk_format<RF_TYPE_IQ1_M> {
         r.e = rfk_load2(p + 32 + u % 8 * 2);
         rfk_load8bytes(p + 48, r.more);
     }
-    RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+    RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) { unpack_by<false>(r, u, o, NULL); }
+    template <bool SHARED> RFK_DEVICE void unpack_by(const rfk_raw &r, uint32_t u, rfk_unit &o, const uint32_t *grid) {
         RFK_UNROLL(4)
         for (int i = 0; i < 4; i++) {
-            uint32_t high = r.e >> (4 * i);
-            rfk_grid1(rfk_grid_iq1[((r.c >> (8 * i)) & 255) | (high & 7) << 8], high >> 3, o.q + 2 * i);
+            uint32_t high = r.e >> (4 * i), v[2];
+            rfk_grid_entry<RF_TYPE_IQ1_S, SHARED>(grid, ((r.c >> (8 * i)) & 255) | (high & 7) << 8, v);
+            rfk_grid1(v, high >> 3, o.q + 2 * i);
         }
         /* four 16-bit words, each a nibble of d above four scales of 3 bits */
         uint32_t d = ((r.more[0] >> 12) & 15) | ((r.more[0] >> 24) & 0xf0) | ((r.more[1] >> 4) & 0xf00) |
@@ -3165,6 +3226,7 @@ struct rfk_fused_args {
 struct rfk_column {
     int4 *piece;
     float *scale, *start;
+    uint32_t *grid; /* of the weights' type, behind the column */
     uint32_t n_fragments, order, wave, has_min;
     int offset;
 };
@@ -3213,6 +3275,7 @@ RFK_DEVICE rfk_column rfk_column_in(int4 *memory, uint32_t n) {
     c.piece = memory;
     c.scale = reinterpret_cast<float *>(memory + 4 * c.n_fragments);
     c.start = reinterpret_cast<float *>(memory + 5 * c.n_fragments);
+    c.grid = reinterpret_cast<uint32_t *>(memory + 6 * c.n_fragments);
     return c;
 }
 
@@ -3652,6 +3715,45 @@ RFK_DEVICE float rfk_dot_fragment(const typename rfk_fragments<TYPE>::loaded &ra
     return rfk_dot_unpacked<TYPE>(w, rfk_is_q2<TYPE>(raw), x, total);
 }
 
+/* Bytes of a type's grid that blocks keep behind the column; 0: none, or too many. */
+#if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
+#define RFK_MAX_GRID 16384u
+#else
+#define RFK_MAX_GRID 8192u
+#endif
+#define RFK_GRID_WORDS(TYPE) (rfk_grid<TYPE>::ENTRIES * rfk_grid<TYPE>::WORDS)
+#define RFK_GRID_BYTES(TYPE) (RFK_GRID_WORDS(TYPE) * 4 > RFK_MAX_GRID ? 0 : RFK_GRID_WORDS(TYPE) * 4)
+
+/* The type with such a grid that fragments of TYPE are of; none: RF_TYPE_F32, which has no grid. */
+template <int TYPE> struct rfk_grid_of {
+    static const int ONLY = TYPE > RFK_OTHER ? TYPE - RFK_ONE(0) : RF_TYPE_F32,
+                     IS = RFK_GRID_BYTES(ONLY) ? ONLY : RF_TYPE_F32;
+};
+
+/* Make the grid of a type, by a block's `threads`. */
+template <int TYPE> RFK_DEVICE void rfk_fill_grid(uint32_t *grid, uint32_t threads) {
+    const int words = RFK_GRID_WORDS(TYPE);
+    for (int i = (int)threadIdx.x; i < words; i += (int)threads)
+        grid[i] = rfk_grid<TYPE>::word((uint32_t)i / rfk_grid<TYPE>::WORDS, (uint32_t)i % rfk_grid<TYPE>::WORDS);
+}
+
+/* Unpack a fragment, by the grid in shared memory if its type has one. */
+template <int TYPE, int GRID> struct rfk_unpack_by {
+    RFK_DEVICE void run(const rfk_raw &raw, uint32_t lane, const uint32_t *grid, rfk_fragment_weights &w) {
+        rfk_unit o;
+        rfk_format<GRID>::template unpack_by<true>(raw, lane, o, grid);
+        RFK_UNROLL(8)
+        for (int i = 0; i < 8; i++) w.q[i] = o.q[i];
+        w.s[0] = o.d[0], w.s[1] = o.d[1], w.s[2] = w.s[3] = 0;
+    }
+};
+template <int TYPE> struct rfk_unpack_by<TYPE, RF_TYPE_F32> {
+    RFK_DEVICE void run(const typename rfk_fragments<TYPE>::loaded &raw, uint32_t lane, const uint32_t *,
+                        rfk_fragment_weights &w) {
+        rfk_fragments<TYPE>::unpack(raw, lane, w);
+    }
+};
+
 /* Load the column's part of a fragment. */
 template <int TYPE> RFK_DEVICE void rfk_load_x(const rfk_column &c, uint32_t fragment, rfk_fragment_x &x) {
     if (TYPE >= RFK_OTHER) { /* a unit */
@@ -3731,6 +3833,7 @@ RFK_DEVICE void rfk_fused_block(const rfk_fused_args &a, const rfk_product &p, u
         if (row < n_out && k < mine) F::fetch(p.w, at, raw[k]);
         F::template next<WAVE>(at);
     }
+    rfk_fill_grid<rfk_grid_of<TYPE>::IS>(c.grid, RFK_FUSED_BLOCK);
     rfk_wait_previous();
     if (a.to_norm && threadIdx.x < RFK_FUSED_PASSES * 32) s.to_norm[threadIdx.x / 32][threadIdx.x % 32] = to_norm;
     rfk_fill_column<WAVE>(a, c, weight, s);
@@ -3749,7 +3852,9 @@ RFK_DEVICE void rfk_fused_block(const rfk_fused_args &a, const rfk_product &p, u
             if (i < mine) {
                 rfk_fragment_x x;
                 rfk_load_x<TYPE>(c, fragment, x);
-                sum = rfk_dot_fragment<TYPE>(raw[k], x, lane, sum);
+                rfk_fragment_weights w;
+                rfk_unpack_by<TYPE, rfk_grid_of<TYPE>::IS>::run(raw[k], lane, c.grid, w);
+                sum = rfk_dot_unpacked<TYPE>(w, rfk_is_q2<TYPE>(raw[k]), x, sum);
             }
             if (next_row < n_out && next_round * U + k < mine) {
                 if (next_second) F::fetch(a.part[1].w, at, raw[k]);
@@ -3783,6 +3888,17 @@ RFK_DEVICE void rfk_fused_block(const rfk_fused_args &a, const rfk_product &p, u
 #define RFK_FUSED_TYPES(X)                                                                                            \
     X(RF_TYPE_Q8_0, 1) X(RF_TYPE_Q4_0, 2) X(RF_TYPE_Q4_1, 2) X(RF_TYPE_Q5_0, 2)                                      \
     X(RF_TYPE_Q5_1, 2) X(RF_TYPE_Q4_K, 2) X(RF_TYPE_Q5_K, 1) X(RF_TYPE_Q6_K, 2)
+
+/* Bytes of the grids that a type's blocks keep in shared memory. */
+static uint32_t rfk_grid_bytes(uint32_t type) {
+#define RFK_GRID_CASE(TYPE) case TYPE: return RFK_GRID_BYTES(TYPE);
+    switch (type) {
+        RFK_OTHER32_TYPES(RFK_GRID_CASE)
+        RFK_OTHER16_TYPES(RFK_GRID_CASE)
+    default: return 0;
+    }
+#undef RFK_GRID_CASE
+}
 
 static uint32_t rfk_max_in_flight(uint32_t type) {
 #define RFK_MAX_CASE(TYPE, max) \
@@ -9836,7 +9952,8 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
                                true>};
         d->early = cudaFuncGetAttributes(&kernel, rows[0]) == cudaSuccess && kernel.ptxVersion >= 90;
         for (int i = 0; i < 2; i++)
-            (void)cudaFuncSetAttribute(rows[i], cudaFuncAttributeMaxDynamicSharedMemorySize, RFK_MAX_COLUMN / 64 * 96);
+            (void)cudaFuncSetAttribute(rows[i], cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       RFK_MAX_COLUMN / 64 * 96 + RFK_MAX_GRID);
         if (cudaFuncSetAttribute((const void *)rfk_few_direct, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  sizeof(rfk_direct_shared)) != cudaSuccess)
             d->direct = 0;
@@ -12393,7 +12510,10 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     const uint32_t waves = RFK_FUSED_BLOCK_OF(p->dev) / p->dev->wave,
                    blocks = rfk_divide_blocks(l, a.part, a.glu, waves,
                                               config->blocks_per_cu * p->dev->info.compute_units);
-    rfk_config c = {dim3(blocks), dim3(RFK_FUSED_BLOCK_OF(p->dev)), a.n_in / 64 * 96, rfk_early_carveout(l),
+    uint32_t grid = 0;
+    for (uint32_t i = 0; i < f->n_products; i++)
+        if (rfk_grid_bytes(a.part[i].type) > grid) grid = rfk_grid_bytes(a.part[i].type);
+    rfk_config c = {dim3(blocks), dim3(RFK_FUSED_BLOCK_OF(p->dev)), a.n_in / 64 * 96 + grid, rfk_early_carveout(l),
                     l->q->stream};
     void (*kernel)(rfk_fused_args) =
         RFK_BY_WAVE(l, rfk_find_fused_matvec<32>(other, config->in_flight),
