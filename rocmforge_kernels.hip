@@ -3715,6 +3715,10 @@ RFK_DEVICE float rfk_dot_fragment(const typename rfk_fragments<TYPE>::loaded &ra
     return rfk_dot_unpacked<TYPE>(w, rfk_is_q2<TYPE>(raw), x, total);
 }
 
+#define RFK_GRID_TYPES(X)                                                                                            \
+    X(RF_TYPE_IQ3_XXS) X(RF_TYPE_IQ3_S) X(RF_TYPE_IQ2_XXS) X(RF_TYPE_IQ2_XS) X(RF_TYPE_IQ2_S) X(RF_TYPE_IQ1_S)       \
+    X(RF_TYPE_IQ1_M)
+
 /* Bytes of a type's grid that blocks keep behind the column; 0: none, or too many. */
 #if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
 #define RFK_MAX_GRID 16384u
@@ -3889,15 +3893,21 @@ RFK_DEVICE void rfk_fused_block(const rfk_fused_args &a, const rfk_product &p, u
     X(RF_TYPE_Q8_0, 1) X(RF_TYPE_Q4_0, 2) X(RF_TYPE_Q4_1, 2) X(RF_TYPE_Q5_0, 2)                                      \
     X(RF_TYPE_Q5_1, 2) X(RF_TYPE_Q4_K, 2) X(RF_TYPE_Q5_K, 1) X(RF_TYPE_Q6_K, 2)
 
-/* Bytes of the grids that a type's blocks keep in shared memory. */
-static uint32_t rfk_grid_bytes(uint32_t type) {
+/* Bytes of the grid that blocks keep in shared memory: of a type; of the largest among a launch's products. */
+static uint32_t rfk_grid_bytes_of(uint32_t type) {
 #define RFK_GRID_CASE(TYPE) case TYPE: return RFK_GRID_BYTES(TYPE);
     switch (type) {
-        RFK_OTHER32_TYPES(RFK_GRID_CASE)
-        RFK_OTHER16_TYPES(RFK_GRID_CASE)
+        RFK_GRID_TYPES(RFK_GRID_CASE)
     default: return 0;
     }
 #undef RFK_GRID_CASE
+}
+
+static uint32_t rfk_grid_bytes(const rfk_product *part, uint32_t n) {
+    uint32_t max = 0;
+    for (uint32_t i = 0; i < n; i++)
+        if (rfk_grid_bytes_of(part[i].type) > max) max = rfk_grid_bytes_of(part[i].type);
+    return max;
 }
 
 static uint32_t rfk_max_in_flight(uint32_t type) {
@@ -5469,6 +5479,7 @@ struct rfk_rows_shared {
 
 RFK_DEVICE rfk_column rfk_column_of(rfk_column c, uint32_t i) {
     c.piece += i * 6 * c.n_fragments, c.scale += i * 24 * c.n_fragments, c.start += i * 24 * c.n_fragments;
+    c.grid += i * 24 * c.n_fragments;
     return c;
 }
 
@@ -5538,6 +5549,9 @@ RFK_DEVICE void rfk_rows_block(const rfk_few_args &a, const rfk_product &p, uint
         if (row < n_out && k < mine) F::fetch(p.w, at, raw[k]);
         F::template next<WAVE>(at);
     }
+    const int GRID = rfk_grid_of<TYPE>::IS;
+    uint32_t *grid = rfk_column_of(c, a.n_cols - 1).grid;
+    rfk_fill_grid<GRID>(grid, RFK_ROWS_BLOCK);
     rfk_wait_previous();
     rfk_fill_columns<WAVE>(a, c, factors);
     while (row < n_out) {
@@ -5553,7 +5567,10 @@ RFK_DEVICE void rfk_rows_block(const rfk_few_args &a, const rfk_product &p, uint
             const uint32_t i = round * U + k, fragment = lane + i * WAVE;
             rfk_fragment_weights w;
             bool is_q2 = false;
-            if (i < mine) F::unpack(raw[k], lane, w), is_q2 = rfk_is_q2<TYPE>(raw[k]);
+            if (i < mine) {
+                rfk_unpack_by<TYPE, GRID>::run(raw[k], lane, grid, w);
+                is_q2 = rfk_is_q2<TYPE>(raw[k]);
+            }
             if (next_row < n_out && next_round * U + k < mine) {
                 if (next_second) F::fetch(a.part[1].w, at, raw[k]);
                 else F::fetch(p.w, at, raw[k]);
@@ -5596,6 +5613,16 @@ static __global__ void RFK_RESIDENT(RFK_ROWS_BLOCK, RFK_ROWS_RESIDENT) rfk_rows(
 #endif
     const rfk_column c = rfk_column_in(column, a.n_in);
     if (OTHER) {
+#define RFK_ROWS_GRID_CASE(TYPE) \
+    case TYPE: \
+        if (rfk_built<TYPE>::is) \
+            rfk_rows_block<RFK_ONE(TYPE), WAVE, RFK_ROWS_IN_FLIGHT>(a, p, number, n_blocks, c, s.factors); \
+        return;
+        switch (p.type) {
+            RFK_GRID_TYPES(RFK_ROWS_GRID_CASE)
+        default: break;
+        }
+#undef RFK_ROWS_GRID_CASE
         rfk_rows_block<RFK_OTHER, WAVE, 1>(a, p, number, n_blocks, c, s.factors);
         return;
     }
@@ -12454,7 +12481,7 @@ static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
     rf_result r = rfk_enqueue_config(l, RFK_BY_WAVE(l, rfk_few_quantize<32>, rfk_few_quantize<64>), c, z);
     if (r != RF_OK) return r;
     const bool other = rfk_is_other(p->plan, f->products);
-    c.shared_bytes = a.n_in / 64 * 96 * a.n_cols;
+    c.shared_bytes = a.n_in / 64 * 96 * a.n_cols + rfk_grid_bytes(a.part, f->n_products);
     const bool direct = rfk_takes_direct(p, f->products, f->n_products);
     if (a.n_cols <= (direct ? RFK_DIRECT_ABOVE : RFK_ROWS_MAX) && c.shared_bytes + 1024 <= p->dev->shared_bytes) {
         const uint32_t waves = RFK_ROWS_BLOCK / p->dev->wave, blocks = RFK_ROWS_RESIDENT * p->dev->info.compute_units;
@@ -12510,11 +12537,8 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     const uint32_t waves = RFK_FUSED_BLOCK_OF(p->dev) / p->dev->wave,
                    blocks = rfk_divide_blocks(l, a.part, a.glu, waves,
                                               config->blocks_per_cu * p->dev->info.compute_units);
-    uint32_t grid = 0;
-    for (uint32_t i = 0; i < f->n_products; i++)
-        if (rfk_grid_bytes(a.part[i].type) > grid) grid = rfk_grid_bytes(a.part[i].type);
-    rfk_config c = {dim3(blocks), dim3(RFK_FUSED_BLOCK_OF(p->dev)), a.n_in / 64 * 96 + grid, rfk_early_carveout(l),
-                    l->q->stream};
+    rfk_config c = {dim3(blocks), dim3(RFK_FUSED_BLOCK_OF(p->dev)),
+                    a.n_in / 64 * 96 + rfk_grid_bytes(a.part, f->n_products), rfk_early_carveout(l), l->q->stream};
     void (*kernel)(rfk_fused_args) =
         RFK_BY_WAVE(l, rfk_find_fused_matvec<32>(other, config->in_flight),
                     rfk_find_fused_matvec<64>(other, config->in_flight));
