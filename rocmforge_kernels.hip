@@ -910,8 +910,9 @@ template <> struct rfk_format<RF_TYPE_IQ3_S> {
     template <bool SHARED> RFK_DEVICE void unpack_by(const rfk_raw &r, uint32_t u, rfk_unit &o, const uint32_t *grid) {
         RFK_UNROLL(8)
         for (int i = 0; i < 8; i++) {
+            const uint32_t index = ((r.more[i / 4] >> (i % 4 * 8)) & 255) | ((r.e >> i) & 1) << 8;
             uint32_t v[2];
-            rfk_grid_entry<RF_TYPE_IQ3_S, SHARED>(grid, ((r.more[i / 4] >> (i % 4 * 8)) & 255) | ((r.e >> i) & 1) << 8, v);
+            rfk_grid_entry<RF_TYPE_IQ3_S, SHARED>(grid, index, v);
             o.q[i] = rfk_negate4(v[0], r.c >> (4 * i));
         }
         o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.a.x) * (float)(1 + 2 * ((r.f >> (u % 2 * 4)) & 15));
@@ -971,8 +972,9 @@ template <> struct rfk_format<RF_TYPE_IQ2_S> {
         (void)u;
         RFK_UNROLL(4)
         for (int i = 0; i < 4; i++) {
+            const uint32_t index = ((r.more[0] >> (8 * i)) & 255) | ((r.c >> (2 * i)) & 3) << 8;
             uint32_t v[2];
-            rfk_grid_entry<RF_TYPE_IQ2_S, SHARED>(grid, ((r.more[0] >> (8 * i)) & 255) | ((r.c >> (2 * i)) & 3) << 8, v);
+            rfk_grid_entry<RF_TYPE_IQ2_S, SHARED>(grid, index, v);
             rfk_grid2(v, r.more[1] >> (8 * i), o.q + 2 * i);
         }
         RFK_UNROLL(2)

@@ -209,7 +209,7 @@ static const mg_options mixtures[] = {
 
 /* index: of the device; types take turns where there are two. */
 static void rows_on(const char *device, uint32_t index) {
-    static const uint32_t types[] = {MG_Q4_K, MG_Q6_K, MG_Q8_0, MG_Q4_0, MG_Q4_1, MG_Q5_0, MG_Q5_1, MG_Q5_K, MG_Q2_K, MG_Q3_K, MG_IQ4_XS, MG_F16},
+    static const uint32_t types[] = {MG_Q4_K, MG_Q6_K, MG_Q8_0, MG_Q4_0, MG_Q4_1, MG_Q5_0, MG_Q5_1, MG_Q5_K, MG_Q2_K, MG_Q3_K, MG_IQ4_XS, MG_F16, MG_IQ3_S, MG_IQ2_XS},
                           caches[] = {RF_CACHE_F16, RF_CACHE_F32, RF_CACHE_F16};
     static const char *const archs[] = {"llama", "qwen2", "qwen3"},
                       *const files[] = {"tests/family/qwen35moe.gguf", "tests/family/mixtral.gguf", "tests/family/gemma3-linear.gguf"};
