@@ -521,7 +521,8 @@ typedef struct rf_model_desc {
     uint32_t expert_prefetch;   /* 1: idle readers fill free room in the expert cache, the likeliest first  */
     uint32_t mtp;               /* 1: the file's head for multi-token prediction (MTP) in place of the model, for
                                    rf_drafter_desc.mtp. It has its own copies of the embedding and the output matrix
-                                   where the device needs copies. Known are those of qwen35, qwen35moe, qwen3next */
+                                   where the device needs copies. Known are those of qwen35, qwen35moe, qwen3next,
+                                   glm4moe, deepseek2, mimo2, step35; of several heads the first               */
 } rf_model_desc;
 
 typedef struct rf_model_info {
@@ -7570,7 +7571,8 @@ typedef struct rfi_arch {
     uint8_t normed_residual;  /* x = residual_scale * norm(x) + attention or FFN of norm(x)                   */
     uint8_t indexer;          /* attention to the attention.indexer.top_k best positions only; rfi_indexer    */
     uint8_t both_ways;        /* attention to all positions, as if attention.causal were false                */
-    uint8_t mtp;              /* the graph of its MTP head is known: rfi_emit_mtp                              */
+    uint8_t mtp;              /* its MTP head is known (rfi_emit_mtp) and reads hidden rows as the output matrix does;
+                                 2: before the norm                                                            */
 
     /* encoders: attention to all positions, hidden states but no logits */
     uint8_t encoder;          /* 1; 2: the tensors of layers begin with "enc."                                */
@@ -7643,7 +7645,7 @@ typedef struct rfi_config {
     double alibi;                     /* 0: rope                                    */
     double clamp;                     /* of queries, keys and values; 0: none       */
     uint32_t n_blocks;                /* layers in the file: n_layers, then MTP layers */
-    int is_mtp;                       /* the MTP head alone: n_layers is n_blocks   */
+    int is_mtp;                       /* the MTP head alone, the last of n_layers   */
     rfi_layer_config *layers;         /* [n_layers]                                 */
     rfi_moe_config moe;
     rfi_mla_config mla, swa_mla;
@@ -8731,18 +8733,19 @@ static void rfi_config_pooling(rfi_key_reader *k, rfi_config *c) {
     if (c->n_buckets % 2) rfi_key_fail(k, RF_ERR_FORMAT, "want an even number, found %u", c->n_buckets);
 }
 
-/* The layers of the head: those of the file, of which its own, the last one, has attention. */
+/* The layers of the head: the model's, and its own, which has attention. Of several heads, each trained to read what the
+ * one before made, it is the first. */
 static void rfi_config_mtp(rfi_key_reader *k, rfi_config *c, uint32_t n_mtp) {
     const char *path = rfi_gguf_path(k->g);
     if (k->result != RF_OK) return;
     if (n_mtp == 0)
         k->result = rfi_fail(k->err, RF_ERR_NOT_FOUND, 0, "%s: it has no MTP head (%s.nextn_predict_layers)", path,
                              c->arch->name);
-    else if (n_mtp > 1 || !c->arch->mtp)
-        k->result = rfi_fail(k->err, RF_ERR_UNSUPPORTED, 0, "%s: %u MTP heads of a %s model are not supported", path,
-                             n_mtp, c->arch->name);
+    else if (!c->arch->mtp)
+        k->result = rfi_fail(k->err, RF_ERR_UNSUPPORTED, 0, "%s: MTP heads of %s models are not supported", path,
+                             c->arch->name);
     c->is_mtp = 1;
-    c->n_layers = c->n_blocks;
+    c->n_layers++;
 }
 
 /* Read everything, of the model or of its MTP head. c->layers is allocated with the file's allocator, also on failure;
@@ -9241,6 +9244,7 @@ static rfi_rope rfi_rope_table(rfi_builder *b, const rfi_rope_config *r) {
     X(inject, TOKENS)      /* [n_streams] how much of x each stream receives, or HYPER's, AltUp's weights */ \
     X(given, TOKENS)       /* from the host: [n_heads, width] embeddings of n-grams; MTP head: [n_embd]  */ \
     X(xl, LOGITS)          /* [n_embd] rows of x that want logits                                    */ \
+    X(xl_norm, LOGITS)     /* [n_embd] their norm, of an MTP head that hands on xl                   */ \
     X(logits, LOGITS)      /* [n_vocab]                                                              */ \
     X(argmax, LOGITS)      /* [1]                                                                    */
 
@@ -10571,10 +10575,10 @@ static rfi_weight rfi_emit_embedding(rfi_builder *b, const rfi_decoder *d) {
     return embedding;
 }
 
-/* logits = output xl, and the best of them. */
-static void rfi_emit_logits(rfi_builder *b, const rfi_decoder *d, rfi_weight output) {
+/* logits = output in, and the best of them. */
+static void rfi_emit_logits(rfi_builder *b, const rfi_decoder *d, rfi_weight output, uint32_t in) {
     const rfi_config *c = b->c;
-    rf_op *op = rfi_emit_matmul(b, d->logits, d->xl, output, c->n_vocab, 0);
+    rf_op *op = rfi_emit_matmul(b, d->logits, in, output, c->n_vocab, 0);
     op->matmul.scale = (float)c->logit_scale;
     op->matmul.softcap = (float)c->logit_softcap;
     rfi_op(b, RF_OP_ARGMAX, d->argmax, d->logits)->argmax.n = c->n_vocab;
@@ -10628,7 +10632,7 @@ static void rfi_emit_decoder(rfi_builder *b) {
     int tied = !rfi_has(b, "output.weight") || !rfi_has(b, "token_embd.weight");
     rfi_weight output = tied ? embedding : rfi_bind_matrix(b, "output", c->n_embd, c->n_vocab, NULL);
     if (tied) output.bias = rfi_bind_optional(b, "output.bias", c->n_vocab);
-    rfi_emit_logits(b, &d, output);
+    rfi_emit_logits(b, &d, output, d.xl);
     if (b->result == RF_OK && !tied) ((rf_plan_weight *)b->weights.items)[embedding.id].row_reads = 1;
 }
 
@@ -10643,7 +10647,6 @@ static void rfi_emit_mtp(rfi_builder *b) {
     b->logits = d.logits, b->argmax = d.argmax, b->hidden = d.xl, b->given = d.given;
     b->layer = head;
     const int own_embedding = rfi_has(b, "nextn.embed_tokens.weight"),
-              own_norm = rfi_has(b, "nextn.shared_head_norm.weight"),
               own_output = rfi_has(b, "nextn.shared_head_head.weight");
     if (!own_embedding) b->layer = -1;
     const rfi_weight embedding = rfi_bind(b, own_embedding ? "nextn.embed_tokens.weight" : "token_embd.weight", n,
@@ -10662,13 +10665,17 @@ static void rfi_emit_mtp(rfi_builder *b) {
     rfi_emit_matmul(b, d.x, d.banked, rfi_bind_matrix(b, "nextn.eh_proj", 2ull * n, n, NULL), n, 0);
     rfi_emit_layer(b, &d, &c->layers[head]);
     rfi_op(b, RF_OP_GATHER, d.xl, d.x)->gather.n = n;
-    if (!own_norm) b->layer = head + 1;
-    rfi_emit_norm(b, d.xl, d.xl, own_norm ? "nextn.shared_head_norm" : "output_norm", n, 1, 0);
+    const uint32_t normed = c->arch->mtp == 2 ? d.xl_norm : d.xl;
+    const char *norm = rfi_has(b, "nextn.shared_head_norm.weight") ? "nextn.shared_head_norm"
+                       : rfi_has(b, "layer_output_norm.weight")    ? "layer_output_norm" /* mimo2 */
+                                                                   : "output_norm";
+    if (strcmp(norm, "output_norm") == 0) b->layer = head + 1;
+    rfi_emit_norm(b, normed, d.xl, norm, n, 1, 0);
     b->layer = own_output ? head : head + 1;
     const int has_output = own_output || rfi_has(b, "output.weight"), tied = !has_output && !own_embedding;
     const char *name = own_output ? "nextn.shared_head_head" : has_output ? "output" : "token_embd";
     const rfi_weight output = tied ? embedding : rfi_bind_matrix(b, name, n, c->n_vocab, NULL);
-    rfi_emit_logits(b, &d, output);
+    rfi_emit_logits(b, &d, output, normed);
     if (b->result == RF_OK && !tied) ((rf_plan_weight *)b->weights.items)[embedding.id].row_reads = 1;
 }
 
@@ -10800,9 +10807,9 @@ static const rfi_arch rfi_archs[] = {
     {.name = "granitemoe", .scale_keys = 1, .moe = &rfi_moe_granite},
     {.name = "gpt-oss", .ffn_norm = "post_attention_norm", .rope_neox = 1, .attn_sinks = 1, .swa_yarn = 1,
      .swa_period = 2, .swiglu_oai = 1, .moe = &rfi_moe_oss},
-    {.name = "glm4moe", .ffn_norm = "post_attention_norm", .qk_norm_optional = 1, .rope_neox = 1, .mrope = 1,
+    {.name = "glm4moe", .mtp = 1, .ffn_norm = "post_attention_norm", .qk_norm_optional = 1, .rope_neox = 1, .mrope = 1,
      .moe = &rfi_moe_glm4},
-    {.name = "deepseek2", .mla = 1, .moe = &rfi_moe_deepseek2},
+    {.name = "deepseek2", .mtp = 1, .mla = 1, .moe = &rfi_moe_deepseek2},
     {.name = "lfm2", .qk_norm = 1, .rope_neox = 1, .swa_period = RFI_ALL_LAYERS, .recurrent = &rfi_lfm2},
     {.name = "qwen35", .mtp = 1, .ffn_norm = "post_attention_norm", .qk_norm = 1, .rope_neox = 1, .mrope = 2,
      .recurrent = &rfi_qwen35},
@@ -10860,7 +10867,7 @@ static const rfi_arch rfi_archs[] = {
     {.name = "maple", .qk_norm = 1, .rope_neox = 1, .swa_rope_only = 1, .swa_period = 4,
      .swiglu_limit = RF_ACT_SILU_MIN, .moe = &rfi_moe_qwen3},
     {.name = "mellum", .qk_norm = 1, .rope_neox = 1, .swa_plain_rope = 1, .swa_period = 4, .moe = &rfi_moe_mellum},
-    {.name = "mimo2", .value_scale = 1, .rope_neox = 1, .swa_yarn = 1, .swa_heads = 1,
+    {.name = "mimo2", .mtp = 2, .value_scale = 1, .rope_neox = 1, .swa_yarn = 1, .swa_heads = 1,
      .swa_period = 1, .swa_rope_base = 10000, .moe = &rfi_moe_mimo2},
     {.name = "minicpm", .scale_keys = 2, .longrope = 1, .moe = &rfi_moe_granite},
     {.name = "minicpm3", .scale_keys = 3, .rope_neox = 1, .longrope = 1, .mla = 2},
@@ -10891,7 +10898,7 @@ static const rfi_arch rfi_archs[] = {
     {.name = "spark2_5", .rope_neox = 1, .attn_gate = RF_ACT_SIGMOID, .swa_heads = 1, .swa_period = 1,
      .activation = RF_ACT_GELU},
     {.name = "starcoder", .layer_norm = 1, .learned_positions = 1, .activation = RF_ACT_GELU, .no_gate = 1},
-    {.name = "step35", .qk_norm_optional = 1, .rope_neox = 1, .half_rot = 1, .attn_gate = RF_ACT_SIGMOID,
+    {.name = "step35", .mtp = 2, .qk_norm_optional = 1, .rope_neox = 1, .half_rot = 1, .attn_gate = RF_ACT_SIGMOID,
      .attn_gate_optional = 1, .swa_heads = 1, .swa_period = 1, .swa_rope_base = 10000,
      .swiglu_limit = RF_ACT_MIN_SILU, .moe = &rfi_moe_step},
     {.name = "talkie", .norm_unweighted = 1, .embedding_norm = 2, .qk_norm = 2, .qk_norm_after = 1,
@@ -17847,13 +17854,19 @@ static void rfi_session_segment_slots(rf_session *s) {
     s->segment_first[s->n_segments] = n;
 }
 
-/* What the output matrix reads, of all rows: the last norm without the choice of rows before it, to the buffer of the
- * norms in layers. */
-static rf_op rfi_hidden_op(const rf_plan *plan) {
+/* What an MTP head reads of all rows: the last norm without the choice of rows before it, to the buffer of the norms in
+ * layers; or what it norms. */
+static rf_op rfi_hidden_op(const rf_model *m) {
+    const rf_plan *plan = &m->plan;
     const rf_op *gather = plan->ops, *norm;
     while (gather->kind != RF_OP_GATHER || gather->out != plan->hidden) gather++;
     for (norm = gather; norm->kind != RF_OP_RMS_NORM || norm->in != gather->in;) norm--;
     rf_op op = gather[1];
+    if (m->config.arch->mtp == 2) {
+        op = *gather;
+        op.kind = RF_OP_SLICE;
+        op.slice = (rf_slice_params){1, plan->n_embd, 0, plan->n_embd, 0};
+    }
     op.rows = RF_ROWS_TOKENS;
     op.in = gather->in;
     op.out = norm->out;
@@ -17879,7 +17892,7 @@ static rf_result rfi_session_plan(const rf_model *m, const rf_session_desc *d, r
     memcpy(own, plan->ops, plan->n_ops * sizeof *own);
     for (uint32_t i = 0; n_choices && i < plan->n_ops; i++)
         if (own[i].kind == RF_OP_ROPE && own[i].factor != RF_NONE) own[i].weight = own[i].factor;
-    if (d->mtp) own[out->n_ops++] = rfi_hidden_op(plan);
+    if (d->mtp) own[out->n_ops++] = rfi_hidden_op(m);
     out->ops = *ops = own;
     return RF_OK;
 }

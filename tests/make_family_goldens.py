@@ -357,12 +357,15 @@ def pre_norm_decoder(m, tokens, mix, ffn, ffn_norm='ffn_norm', final='output_nor
 
 
 def pre_norm_hidden(m, tokens, mix, ffn, ffn_norm, final='output_norm', embedding_scale=1.0):
-    """x += mix(norm(x)); x += ffn(norm(x)) for each layer; then the norm that the output matrix reads"""
+    """x += mix(norm(x)); x += ffn(norm(x)) for each layer; then the norm that the output matrix reads, unless final is None"""
     x = m.at('token_embd.weight')[tokens] * embedding_scale
-    for il in range(trunk_layers(m)):
-        x = x + mix(m, il, rms_norm(m, 'blk.%d.attn_norm' % il, x))
-        if ffn: x = x + ffn(m, il, rms_norm(m, 'blk.%d.%s' % (il, ffn_norm), x))
-    return rms_norm(m, final, x)
+    for il in range(trunk_layers(m)): x = pre_norm_layer(m, il, x, mix, ffn, ffn_norm)
+    return rms_norm(m, final, x) if final else x
+
+
+def pre_norm_layer(m, il, x, mix, ffn, ffn_norm):
+    x = x + mix(m, il, rms_norm(m, 'blk.%d.attn_norm' % il, x))
+    return x + ffn(m, il, rms_norm(m, 'blk.%d.%s' % (il, ffn_norm), x)) if ffn else x
 
 
 def trunk_layers(m): return m.get('block_count') - m.get('nextn_predict_layers', 0)
@@ -646,39 +649,42 @@ def qwen35moe(name, fused):
     return m, qwen35_decoder(qwen_moe)
 
 
-def put_mtp(m, own):
-    """a head for the token after next, whose block is the last one; own: with tensors that it else shares with the model"""
-    b, n = 'blk.%d.nextn.' % trunk_layers(m), m.get('embedding_length')
+def put_mtp(m, own=(), il=None):
+    """a head for the token after next, whose block is il, the first after the model's layers; own: tensors that it else
+    shares with the model"""
+    b, n = 'blk.%d.nextn.' % (il or trunk_layers(m)), m.get('embedding_length')
     m.weight(b + 'eh_proj', n, 2 * n, gain=1.5)
     m.norm(b + 'enorm', n)
     m.norm(b + 'hnorm', n)
-    if not own: return
-    m.norm(b + 'shared_head_norm', n)
-    m.weight(b + 'embed_tokens', N_VOCAB, n, gain=n ** 0.5)
-    m.weight(b + 'shared_head_head', N_VOCAB, n, gain=4.0)
+    if 'norm' in own: m.norm(b + 'shared_head_norm', n)
+    if 'embedding' in own: m.weight(b + 'embed_tokens', N_VOCAB, n, gain=n ** 0.5)
+    if 'output' in own: m.weight(b + 'shared_head_head', N_VOCAB, n, gain=4.0)
 
 
-def qwen35_mtp(ffn):
-    """of tokens [T] and what the model made of the token before each, [T, n_embd]: hidden rows and logits"""
+OWN = ('norm', 'embedding', 'output')
+
+
+def mtp_head(mix, ffn, ffn_norm, raw):
+    """of tokens [T] and what the model made of the token before each, [T, n_embd]: hidden rows, raw or normed, and logits.
+    The block is one of the model's layers"""
     def head(m, tokens, g):
         il = trunk_layers(m)
         b = 'blk.%d.' % il
-        def mine(name, shared): return b + 'nextn.' + name if m.has(b + 'nextn.' + name + '.weight') else shared
-        e = rms_norm(m, b + 'nextn.enorm', m.at(mine('embed_tokens', 'token_embd') + '.weight')[tokens])
-        x = linear(m, b + 'nextn.eh_proj', np.concatenate([e, rms_norm(m, b + 'nextn.hnorm', g)], 1))
-        x = x + gated_attention(m, il, rms_norm(m, b + 'attn_norm', x))
-        x = x + ffn(m, il, rms_norm(m, b + 'post_attention_norm', x))
-        x = rms_norm(m, mine('shared_head_norm', 'output_norm'), x)
-        output = mine('shared_head_head', 'output' if m.has('output.weight') else 'token_embd')
-        return x, x @ m.at(output + '.weight').T
+        def mine(*names): return next((b + name for name in names if m.has(b + name + '.weight')), None)
+        e = m.at((mine('nextn.embed_tokens') or 'token_embd') + '.weight')[tokens]
+        e, g = rms_norm(m, b + 'nextn.enorm', e), rms_norm(m, b + 'nextn.hnorm', g)
+        x = pre_norm_layer(m, il, linear(m, b + 'nextn.eh_proj', np.concatenate([e, g], 1)), mix, ffn, ffn_norm)
+        normed = rms_norm(m, mine('nextn.shared_head_norm', 'layer_output_norm') or 'output_norm', x)
+        output = mine('nextn.shared_head_head') or ('output' if m.has('output.weight') else 'token_embd')
+        return x if raw else normed, normed @ m.at(output + '.weight').T
     return head
 
 
-def with_mtp(m, ffn):
-    """the model as it is without, and m.mtp: hidden rows of the model, and the head"""
-    mix = qwen35_mix
-    m.mtp = (lambda m, tokens: pre_norm_hidden(m, tokens, mix, ffn, 'post_attention_norm'), qwen35_mtp(ffn))
-    return m, qwen35_decoder(ffn)
+def with_mtp(m, mix, ffn, ffn_norm='ffn_norm', raw=False):
+    """the model as it is without, and m.mtp: hidden rows of the model, raw or as its output matrix reads them, and the head"""
+    final = None if raw else 'output_norm'
+    m.mtp = (lambda m, tokens: pre_norm_hidden(m, tokens, mix, ffn, ffn_norm, final), mtp_head(mix, ffn, ffn_norm, raw))
+    return m, lambda m, tokens: pre_norm_decoder(m, tokens, mix, ffn, ffn_norm)
 
 
 def make_qwen35_mtp():
@@ -689,8 +695,8 @@ def make_qwen35_mtp():
     put_embeddings(m, tied=True)
     put_qwen_mixes(m, put_separate_projections)
     for il in range(3): put_ffn(m, il, 48)
-    put_mtp(m, own=False)
-    return with_mtp(m, gated_ffn)
+    put_mtp(m)
+    return with_mtp(m, qwen35_mix, gated_ffn, 'post_attention_norm')
 
 
 def make_qwen35moe_mtp():
@@ -702,8 +708,8 @@ def make_qwen35moe_mtp():
     put_embeddings(m)
     put_qwen_mixes(m, put_separate_projections)
     for il in range(3): put_qwen_moe(m, il)
-    put_mtp(m, own=True)
-    return with_mtp(m, qwen_moe)
+    put_mtp(m, OWN)
+    return with_mtp(m, qwen35_mix, qwen_moe, 'post_attention_norm')
 
 
 def make_qwen35moe(): return qwen35moe('qwen35moe', fused=False)
@@ -1304,16 +1310,16 @@ def latent_attention(m, il, h, factors, gain, seen=None):
     return linear(m, b + 'output', attention(q, k, v, gain * q.shape[2] ** -0.5, seen=seen))
 
 
-def deepseek2(name, n_head, n_kv, n_rot, rank, gating, n_expert, used, shared):
+def deepseek2(name, n_head, n_kv, n_rot, rank, gating, n_expert, used, shared, layers=2):
     """keys that both forms have, and a dense first layer"""
     m = Model('deepseek2', name)
-    common_keys(m, layers=2, n_head=n_head, n_kv=n_kv, head_dim=rank + n_rot, n_ff=48, base=1000.0, n_rot=n_rot)
+    common_keys(m, layers=layers, n_head=n_head, n_kv=n_kv, head_dim=rank + n_rot, n_ff=48, base=1000.0, n_rot=n_rot)
     m.u32(attention__kv_lora_rank=rank, leading_dense_block_count=1, expert_count=n_expert, expert_used_count=used,
           expert_feed_forward_length=16, expert_shared_count=shared, expert_gating_func=gating,
           rope__scaling__original_context_length=32)
     m.text(rope__scaling__type='yarn')
     put_embeddings(m)
-    for il in range(2):
+    for il in range(layers):
         b = 'blk.%d.' % il
         m.norm(b + 'attn_norm', N_EMBD)
         m.weight(b + 'attn_kv_a_mqa', rank + n_rot, N_EMBD, gain=1.5)
@@ -1326,28 +1332,33 @@ def deepseek2(name, n_head, n_kv, n_rot, rank, gating, n_expert, used, shared):
     return m
 
 
-def deepseek2_decoder(m, tokens):
-    def ffn(m, il, h):
-        if il < m.get('leading_dense_block_count'): return gated_ffn(m, il, h)
-        score = linear(m, 'blk.%d.ffn_gate_inp' % il, h)
-        probs = sigmoid(score) if m.get('expert_gating_func') == 2 else softmax(score)
-        if m.has('blk.%d.exp_probs_b.bias' % il): score = probs + m.at('blk.%d.exp_probs_b.bias' % il)
-        if m.get('expert_group_count', 1) > 1: score = best_groups(m, score)
-        w = choose_experts(m, probs, score, m.get('expert_weights_norm')) * m.get('expert_weights_scale')
-        return experts(m, il, h, w) + gated_ffn(m, il, h, '_shexp')
-    factors = yarn_factors(m)
+def deepseek2_ffn(m, il, h):
+    if il < m.get('leading_dense_block_count'): return gated_ffn(m, il, h)
+    score = linear(m, 'blk.%d.ffn_gate_inp' % il, h)
+    probs = sigmoid(score) if m.get('expert_gating_func') == 2 else softmax(score)
+    if m.has('blk.%d.exp_probs_b.bias' % il): score = probs + m.at('blk.%d.exp_probs_b.bias' % il)
+    if m.get('expert_group_count', 1) > 1: score = best_groups(m, score)
+    w = choose_experts(m, probs, score, m.get('expert_weights_norm')) * m.get('expert_weights_scale')
+    return experts(m, il, h, w) + gated_ffn(m, il, h, '_shexp')
+
+
+def deepseek2_mix(m, il, h):
     grown = 1.0 + m.get('rope.scaling.yarn_log_multiplier') * np.log(m.get('rope.scaling.factor'))
-    return pre_norm_decoder(m, tokens, lambda m, il, h: latent_attention(m, il, h, factors, grown * grown), ffn)
+    return latent_attention(m, il, h, yarn_factors(m), grown * grown)
 
 
-def make_deepseek2_groups():
+def deepseek2_decoder(m, tokens): return pre_norm_decoder(m, tokens, deepseek2_mix, deepseek2_ffn)
+
+
+def make_deepseek2_groups(mtp=False):
     """DeepSeek V3: narrow queries, sigmoid scores with a bias for the choice, groups of experts"""
-    m = deepseek2('deepseek2-groups', 4, 1, 8, 24, gating=2, n_expert=12, used=3, shared=2)
+    name, layers = ('deepseek2-mtp', 3) if mtp else ('deepseek2-groups', 2)
+    m = deepseek2(name, 4, 1, 8, 24, gating=2, n_expert=12, used=3, shared=2, layers=layers)
     m.u32(attention__value_length=24, attention__key_length_mla=20, attention__value_length_mla=10,
           attention__q_lora_rank=20, expert_group_count=4, expert_group_used_count=2)
     m.f32(rope__scaling__factor=8.0, rope__scaling__yarn_log_multiplier=0.1, expert_weights_scale=1.8)
     m.flag(expert_weights_norm=True)
-    for il in range(2):
+    for il in range(layers):
         b = 'blk.%d.attn_' % il
         m.weight(b + 'q_a', 20, N_EMBD)
         m.norm(b + 'q_a_norm', 20)
@@ -1355,8 +1366,33 @@ def make_deepseek2_groups():
         m.weight(b + 'k_b', 4, 24, 12, gain=1.5 * 0.5 ** 0.5)
         m.weight(b + 'v_b', 4, 10, 24)
         m.weight(b + 'output', N_EMBD, 4 * 10, gain=1.5)
-    m.vector('blk.1.exp_probs_b.bias', 12, spread=0.2)
-    return m, deepseek2_decoder
+    for il in range(1, layers): m.vector('blk.%d.exp_probs_b.bias' % il, 12, spread=0.2)
+    if not mtp: return m, deepseek2_decoder
+    m.u32(nextn_predict_layers=1)
+    put_mtp(m, ('norm',))
+    return with_mtp(m, deepseek2_mix, deepseek2_ffn)
+
+
+def make_deepseek2_mtp(): return make_deepseek2_groups(mtp=True)
+
+
+def make_glm4moe_mtp():
+    """GLM-4.5: queries, keys and values have biases, heads turn in part and are normed; sigmoid experts beside a shared one"""
+    m = Model('glm4moe', 'glm4moe-mtp')
+    common_keys(m, layers=3, n_head=4, n_kv=2, head_dim=8, n_ff=48, base=1000.0, n_rot=4)
+    m.u32(expert_count=6, expert_used_count=2, expert_feed_forward_length=16, expert_shared_count=1, expert_gating_func=2,
+          leading_dense_block_count=1, nextn_predict_layers=1)
+    m.f32(expert_weights_scale=1.8)
+    m.flag(expert_weights_norm=True)
+    put_family(m, 3, 48, bias=True, qk=lambda n: (8,), norms=('attn_norm', 'post_attention_norm'), dense=lambda il: il == 0)
+    for il in (1, 2): put_router(m, il, 6, 16, bias=True, shared=16)
+    put_mtp(m, OWN)
+
+    def mix(m, il, h): return parts_attention(m, il, h, 'far', lambda x, name: rms_norm(m, name, x), n_rot=4)
+
+    def ffn(m, il, h):
+        return experts(m, il, h, sigmoid_weights(m, il, h)) + gated_ffn(m, il, h, '_shexp') if il else gated_ffn(m, il, h)
+    return with_mtp(m, mix, ffn, 'post_attention_norm')
 
 
 def make_deepseek2_lite(legacy=False):
@@ -1828,7 +1864,10 @@ def parts_attention(m, il, h, pairs='far', qk=None, after=False, window=0, n_rot
     """the usual kind, in parts. qk(x, name): a norm of the heads of queries and keys, before or after they turn; gate(x):
     of what attn_gate makes of h, for each value or each head"""
     b, n_kv, n_head = 'blk.%d.attn_' % il, m.at_layer('attention.head_count_kv', il), m.at_layer('attention.head_count', il)
-    q, k, v = (np.clip(linear(m, b + part, h), -clamp, clamp) for part in 'qkv')
+    if m.has(b + 'qkv.weight'):
+        dim = m.get('attention.key_length')
+        q, k, v = np.split(linear(m, b + 'qkv', h), (n_head * dim, (n_head + n_kv) * dim), 1)
+    else: q, k, v = (np.clip(linear(m, b + part, h), -clamp, clamp) for part in 'qkv')
     q, k, v = heads(q, n_head), heads(k, n_kv), heads(v, n_kv)
     norm = lambda x, part: qk(x, b + part + '_norm') if qk else x
     turn = lambda x: rope(x, n_rot or x.shape[2], m.get('rope.freq_base'), pairs, factors) if pairs else x
@@ -2081,15 +2120,17 @@ def make_talkie():
     return m, forward
 
 
-def make_mimo2():
-    """heads and windows of each layer; keys are longer than values; sinks; the output of attention is scaled"""
-    m = Model('mimo2', 'mimo2')
-    common_keys(m, layers=2, n_head=4, n_kv=2, head_dim=12, n_ff=32, base=1000.0, n_rot=4)
+def make_mimo2(mtp=False):
+    """heads and windows of each layer; keys are longer than values; sinks; the output of attention is scaled. The MTP
+    head's layer has a window, one matrix for queries, keys and values, and a dense ffn; it hands on what its norm reads"""
+    m = Model('mimo2', 'mimo2-mtp' if mtp else 'mimo2')
+    common_keys(m, layers=2 + mtp, n_head=4, n_kv=2, head_dim=12, n_ff=32, base=1000.0, n_rot=4)
     m.u32(attention__value_length=8, attention__sliding_window=6, expert_count=4, expert_used_count=2, expert_feed_forward_length=16)
-    m.i32s(attention__head_count=[4, 6], attention__head_count_kv=[2, 3], attention__sliding_window_pattern=[0, 1])
+    m.i32s(attention__head_count=[4, 6] + [6] * mtp, attention__head_count_kv=[2, 3] + [3] * mtp,
+           attention__sliding_window_pattern=[0, 1] + [1] * mtp)
     m.f32(attention__value_scale=0.7, rope__freq_base_swa=200.0)
-    put_family(m, 2, 32, dense=lambda il: il == 0)
-    m.vector('blk.1.attn_sinks.weight', 6, spread=1.0)
+    put_family(m, 2 + mtp, 32, dense=lambda il: il != 1)
+    for il in range(1, 2 + mtp): m.vector('blk.%d.attn_sinks.weight' % il, 6, spread=1.0)
     put_router(m, 1, 4, 16, bias=True)
 
     def mix(m, il, h):
@@ -2100,10 +2141,18 @@ def make_mimo2():
         return y
 
     def ffn(m, il, h):
-        if il == 0: return gated_ffn(m, il, h)
+        if il != 1: return gated_ffn(m, il, h)
         w = sigmoid_weights(m, il, h)
         return experts(m, il, h, w / w.sum(-1, keepdims=True))
-    return m, lambda m, tokens: pre_norm_decoder(m, tokens, mix, ffn)
+    if not mtp: return m, lambda m, tokens: pre_norm_decoder(m, tokens, mix, ffn)
+    m.u32(nextn_predict_layers=1)
+    m.norm('blk.2.layer_output_norm', N_EMBD)
+    put_mtp(m)
+    m.tensors['blk.2.attn_qkv.weight'] = np.concatenate([m.tensors.pop('blk.2.attn_%s.weight' % part) for part in 'qkv'])
+    return with_mtp(m, mix, ffn, raw=True)
+
+
+def make_mimo2_mtp(): return make_mimo2(mtp=True)
 
 
 def make_maple():
@@ -2760,26 +2809,27 @@ def make_apertus():
         m, tokens, lambda m, il, h: parts_attention(m, il, h, 'far', lambda x, name: rms_norm(m, name, x)), ffn)
 
 
-def make_step35():
+def make_step35(mtp=0):
     """layers with a window turn whole heads, the others half; gates of heads; what experts and others multiply is
-    limited, and their gates after SiLU"""
-    m = Model('step35', 'step35')
-    common_keys(m, layers=2, n_head=4, n_kv=2, head_dim=8, n_ff=32, base=1000.0)
+    limited, and their gates after SiLU. mtp: heads, whose layers have windows and no limits; the first one drafts"""
+    m = Model('step35', 'step35-mtp' if mtp else 'step35')
+    common_keys(m, layers=2 + mtp, n_head=4, n_kv=2, head_dim=8, n_ff=32, base=1000.0)
     m.u32(attention__sliding_window=6, expert_count=4, expert_used_count=2, expert_feed_forward_length=16,
           expert_shared_feed_forward_length=16)
-    m.i32s(attention__head_count=[4, 6], attention__head_count_kv=[2, 2], attention__sliding_window_pattern=[0, 1])
+    m.i32s(attention__head_count=[4, 6] + [6] * mtp, attention__head_count_kv=[2, 2] + [2] * mtp,
+           attention__sliding_window_pattern=[0, 1] + [1] * mtp)
     m.f32(rope__freq_base_swa=200.0, expert_weights_scale=1.5)
-    m.keys['step35.swiglu_clamp_exp'] = ('f32s', [0.0, 0.25])
-    m.keys['step35.swiglu_clamp_shexp'] = ('f32s', [0.5, 0.25])
+    m.keys['step35.swiglu_clamp_exp'] = ('f32s', [0.0, 0.25] + [0.0] * mtp)
+    m.keys['step35.swiglu_clamp_shexp'] = ('f32s', [0.5, 0.25] + [0.0] * mtp)
     m.vector('rope_freqs.weight', 4, mean=2.5, spread=0.7)
-    put_family(m, 2, 32, qk=lambda n: (8,), dense=lambda il: il == 0)
+    put_family(m, 2 + mtp, 32, qk=lambda n: (8,), dense=lambda il: il != 1)
     put_router(m, 1, 4, 16, bias=True, shared=16)
-    for il in range(2): m.weight('blk.%d.attn_gate' % il, (4, 6)[il], N_EMBD, gain=1.5)
+    for il in range(2 + mtp): m.weight('blk.%d.attn_gate' % il, 6 if il else 4, N_EMBD, gain=1.5)
 
     def mix(m, il, h):
         keep = m.keys['step35.rope.freq_base']
         if il: m.f32(rope__freq_base=200.0)
-        y = parts_attention(m, il, h, 'far', lambda x, name: rms_norm(m, name, x), n_rot=(4, 8)[il], window=(0, 6)[il],
+        y = parts_attention(m, il, h, 'far', lambda x, name: rms_norm(m, name, x), n_rot=8 if il else 4, window=6 if il else 0,
                             gate=sigmoid, factors=1.0 if il else m.at('rope_freqs.weight')[:2])
         m.keys['step35.rope.freq_base'] = keep
         return y
@@ -2787,12 +2837,19 @@ def make_step35():
     def limited(gate, up, down, limit): return (np.minimum(silu(gate), limit) * np.clip(up, -limit, limit)) @ down.T
 
     def ffn(m, il, h):
-        b, word, limit = 'blk.%d.ffn_' % il, '_shexp' if il else '', m.get('swiglu_clamp_shexp')[il]
+        b, word, limit = 'blk.%d.ffn_' % il, '_shexp' if il == 1 else '', m.get('swiglu_clamp_shexp')[il]
+        if limit == 0: limit = np.inf
         y = limited(linear(m, b + 'gate' + word, h), linear(m, b + 'up' + word, h), m.at(b + 'down' + word + '.weight'), limit)
-        if il == 0: return y
+        if il != 1: return y
         w, (gate, up, down) = sigmoid_weights(m, il, h), (m.at(b + part + '_exps.weight') for part in ('gate', 'up', 'down'))
         return y + sum(w[:, e:e + 1] * limited(h @ gate[e].T, h @ up[e].T, down[e], 0.25) for e in range(4))
-    return m, lambda m, tokens: pre_norm_decoder(m, tokens, mix, ffn)
+    if not mtp: return m, lambda m, tokens: pre_norm_decoder(m, tokens, mix, ffn)
+    m.u32(nextn_predict_layers=mtp)
+    for il in range(2, 2 + mtp): put_mtp(m, ('norm', 'output'), il)
+    return with_mtp(m, mix, ffn, raw=True)
+
+
+def make_step35_mtp(): return make_step35(mtp=2)
 
 
 FAMILIES = [make_mixtral, make_qwen2moe, make_olmoe, make_lfm2, make_lfm2moe, make_qwen35, make_qwen35moe,
@@ -2808,7 +2865,8 @@ FAMILIES = [make_mixtral, make_qwen2moe, make_olmoe, make_lfm2, make_lfm2moe, ma
             make_hunyuan_dense, make_jais, make_minicpm3, make_apertus, make_step35, make_deepseek32, make_glm_dsa,
             make_minimax_m3, make_nomic_bert, make_jina_bert_v3, make_modern_bert, make_modern_bert_silu,
             make_kimi_k3, make_glm5_next, make_qwen4exp, make_dots3note, make_hy_v4,
-            make_hrm_text, make_qwen35_mtp, make_qwen35moe_mtp]
+            make_hrm_text, make_qwen35_mtp, make_qwen35moe_mtp, make_glm4moe_mtp, make_deepseek2_mtp, make_mimo2_mtp,
+            make_step35_mtp]
 
 
 # ---- answers ----
