@@ -17,7 +17,7 @@ HEADERS  = rocmforge.h $(wildcard tests/*.h)
 PROGRAMS = $(filter-out rocmforge_server,$(notdir $(EXAMPLES)))
 # the emulated kernels need any C++11 compiler
 HAVE_CXX = $(shell command -v $(CXX))
-EMULATED = $(if $(HAVE_CXX),$(B)/test_hip $(B)/hip_model $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_group $(B)/rocmforge_cli_emu)
+EMULATED = $(if $(HAVE_CXX),$(B)/test_hip $(B)/hip_model $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_mtp $(B)/hip_group $(B)/rocmforge_cli_emu)
 EMULATED_TESTS = $(filter-out %_emu,$(EMULATED))
 
 # as many jobs as there are cores, unless -j says otherwise
@@ -43,7 +43,7 @@ run-server: $(B)/rocmforge_server    ## serve the model in examples/ at http://1
 SLOW  = tests/test_sanitizers.sh tests/test_hipcc.sh tests/test_isa.sh tests/test_emu.sh tests/test_once_cell.sh
 PARTS = tests/test_readme.sh tests/test_compile.sh tests/test_server.sh
 test: programs    ## run the tests (3 minutes on two cores); a suite whose tool is missing is counted as skipped
-	$(JOBS)sh tests/run.sh $(B) $(if $(HAVE_CXX),$(B)/test_hip@quick $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_group@quick) \
+	$(JOBS)sh tests/run.sh $(B) $(if $(HAVE_CXX),$(B)/test_hip@quick $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_mtp $(B)/hip_group@quick) \
 	  $(PARTS:=@quick) $(filter-out $(SLOW) $(PARTS),$(SCRIPTS)) $(TESTS)
 
 test-all: programs    ## run the tests that `make test` leaves out (make deps installs their tools)
@@ -175,16 +175,19 @@ $(B)/kernels_emu.o: rocmforge_kernels.hip rocmforge.h tests/hip_emu.h
 $(B)/test_hip: tests/test_hip.cpp $(B)/kernels_emu.o
 	$(CXX) -std=c++11 $(CFLAGS) -DRF_TEST_EMU $^ -o $@ $(LIBS)
 
-# programs with the emulated kernels
+# programs with the emulated kernels; all but hip_mtp see the library from outside
+OUTSIDE = -DROCMFORGE_IMPLEMENTATION_DONE
 $(B)/hip_model: tests/hip_model.c
 $(B)/hip_goldens: tests/test_goldens.c
 $(B)/hip_recurrent: tests/test_recurrent.c
+$(B)/hip_mtp: tests/test_mtp.c
+$(B)/hip_mtp: OUTSIDE = $(INSIDE)
 $(B)/hip_group: tests/test_group.c
 $(B)/hip_threads: tests/test_threads.c
 $(B)/rocmforge_cli_emu: examples/rocmforge_cli.c
 $(B)/fuzz_models: tests/fuzz_models.c examples/rocmforge_cli.c $(HEADERS)
-$(B)/hip_model $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_group $(B)/hip_threads $(B)/rocmforge_cli_emu $(B)/fuzz_models: $(B)/kernels_emu.o $(B)/rocmforge.a
-	$(CC) $(CFLAGS) -DRF_TEST_EMU -DROCMFORGE_IMPLEMENTATION_DONE -I. -c $(firstword $(filter %.c,$^)) -o $@.o
+$(B)/hip_model $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_mtp $(B)/hip_group $(B)/hip_threads $(B)/rocmforge_cli_emu $(B)/fuzz_models: $(B)/kernels_emu.o $(B)/rocmforge.a
+	$(CC) $(CFLAGS) -DRF_TEST_EMU $(OUTSIDE) -I. -c $(firstword $(filter %.c,$^)) -o $@.o
 	$(CXX) $(CFLAGS) $@.o $(filter %.o %.a,$^) -o $@ $(LIBS)
 
 .PHONY: all run server run-server fuzz fuzz-server leak-server fuzz-inputs fuzz-models programs test test-emu test-emu-full test-gpu hip-check check-c gpu gpu-nvidia deps clean help
