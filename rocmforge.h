@@ -8733,7 +8733,7 @@ static void rfi_config_pooling(rfi_key_reader *k, rfi_config *c) {
     if (c->n_buckets % 2) rfi_key_fail(k, RF_ERR_FORMAT, "want an even number, found %u", c->n_buckets);
 }
 
-/* The layers of the head: the model's, and its own, which has attention. Of several heads, each trained to read what the
+/* The layers of the head: the model's, and its own, which has attention. Of several heads, each of which reads what the
  * one before made, it is the first. */
 static void rfi_config_mtp(rfi_key_reader *k, rfi_config *c, uint32_t n_mtp) {
     const char *path = rfi_gguf_path(k->g);

@@ -681,9 +681,10 @@ def mtp_head(mix, ffn, ffn_norm, raw):
 
 
 def with_mtp(m, mix, ffn, ffn_norm='ffn_norm', raw=False):
-    """the model as it is without, and m.mtp: hidden rows of the model, raw or as its output matrix reads them, and the head"""
+    """the model as it is without, and m.mtp: hidden rows of the model, raw or as its output matrix reads them, and the head,
+    if the file has one"""
     final = None if raw else 'output_norm'
-    m.mtp = (lambda m, tokens: pre_norm_hidden(m, tokens, mix, ffn, ffn_norm, final), mtp_head(mix, ffn, ffn_norm, raw))
+    if m.get('nextn_predict_layers'): m.mtp = (lambda m, tokens: pre_norm_hidden(m, tokens, mix, ffn, ffn_norm, final), mtp_head(mix, ffn, ffn_norm, raw))
     return m, lambda m, tokens: pre_norm_decoder(m, tokens, mix, ffn, ffn_norm)
 
 
@@ -716,13 +717,14 @@ def make_qwen35moe(): return qwen35moe('qwen35moe', fused=False)
 def make_qwen35moe_fused(): return qwen35moe('qwen35moe-fused', fused=True)
 
 
-def make_qwen3next(legacy=False):
+def make_qwen3next(legacy=False, mtp=False):
     """value heads follow one another under their key head, in the file as in the checkpoint. The first converters kept
     the checkpoint's one matrix, in which each key head's rows of q, k, v and z follow one another"""
-    m = Model('qwen3next', 'qwen3next-legacy' if legacy else 'qwen3next')
-    delta_net_keys(m, layers=2, interval=2, n_k=2, n_v=6, d=16, eps=2e-3)
+    m = Model('qwen3next', 'qwen3next-mtp' if mtp else 'qwen3next-legacy' if legacy else 'qwen3next')
+    delta_net_keys(m, layers=2 + mtp, interval=2, n_k=2, n_v=6, d=16, eps=2e-3)
     m.u32(expert_count=6, expert_used_count=2, expert_feed_forward_length=16, expert_shared_feed_forward_length=24)
     n_k, n_v, d, inner = 2, 6, 16, 96
+    if mtp: m.u32(nextn_predict_layers=1)
     put_embeddings(m)
 
     def put_projections(m, il):
@@ -747,10 +749,12 @@ def make_qwen3next(legacy=False):
         return gated_attention(m, il, h) if is_full(m, il) else delta_net(m, il, h, project, lambda i: i * n_k // n_v)
     put_qwen_mixes(m, put_projections)
     for il in range(m.get('block_count')): put_qwen_moe(m, il)
-    return m, lambda m, tokens: pre_norm_decoder(m, tokens, mix, qwen_moe, ffn_norm='post_attention_norm')
+    if mtp: put_mtp(m, ('norm',))
+    return with_mtp(m, mix, qwen_moe, 'post_attention_norm')
 
 
 def make_qwen3next_legacy(): return make_qwen3next(legacy=True)
+def make_qwen3next_mtp(): return make_qwen3next(mtp=True)
 
 
 def make_qwen4exp():
@@ -1367,9 +1371,9 @@ def make_deepseek2_groups(mtp=False):
         m.weight(b + 'v_b', 4, 10, 24)
         m.weight(b + 'output', N_EMBD, 4 * 10, gain=1.5)
     for il in range(1, layers): m.vector('blk.%d.exp_probs_b.bias' % il, 12, spread=0.2)
-    if not mtp: return m, deepseek2_decoder
-    m.u32(nextn_predict_layers=1)
-    put_mtp(m, ('norm',))
+    if mtp:
+        m.u32(nextn_predict_layers=1)
+        put_mtp(m, ('norm',))
     return with_mtp(m, deepseek2_mix, deepseek2_ffn)
 
 
@@ -2144,11 +2148,11 @@ def make_mimo2(mtp=False):
         if il != 1: return gated_ffn(m, il, h)
         w = sigmoid_weights(m, il, h)
         return experts(m, il, h, w / w.sum(-1, keepdims=True))
-    if not mtp: return m, lambda m, tokens: pre_norm_decoder(m, tokens, mix, ffn)
-    m.u32(nextn_predict_layers=1)
-    m.norm('blk.2.layer_output_norm', N_EMBD)
-    put_mtp(m)
-    m.tensors['blk.2.attn_qkv.weight'] = np.concatenate([m.tensors.pop('blk.2.attn_%s.weight' % part) for part in 'qkv'])
+    if mtp:
+        m.u32(nextn_predict_layers=1)
+        m.norm('blk.2.layer_output_norm', N_EMBD)
+        put_mtp(m)
+        m.tensors['blk.2.attn_qkv.weight'] = np.concatenate([m.tensors.pop('blk.2.attn_%s.weight' % part) for part in 'qkv'])
     return with_mtp(m, mix, ffn, raw=True)
 
 
@@ -2843,8 +2847,7 @@ def make_step35(mtp=0):
         if il != 1: return y
         w, (gate, up, down) = sigmoid_weights(m, il, h), (m.at(b + part + '_exps.weight') for part in ('gate', 'up', 'down'))
         return y + sum(w[:, e:e + 1] * limited(h @ gate[e].T, h @ up[e].T, down[e], 0.25) for e in range(4))
-    if not mtp: return m, lambda m, tokens: pre_norm_decoder(m, tokens, mix, ffn)
-    m.u32(nextn_predict_layers=mtp)
+    if mtp: m.u32(nextn_predict_layers=mtp)
     for il in range(2, 2 + mtp): put_mtp(m, ('norm', 'output'), il)
     return with_mtp(m, mix, ffn, raw=True)
 
@@ -2866,7 +2869,7 @@ FAMILIES = [make_mixtral, make_qwen2moe, make_olmoe, make_lfm2, make_lfm2moe, ma
             make_minimax_m3, make_nomic_bert, make_jina_bert_v3, make_modern_bert, make_modern_bert_silu,
             make_kimi_k3, make_glm5_next, make_qwen4exp, make_dots3note, make_hy_v4,
             make_hrm_text, make_qwen35_mtp, make_qwen35moe_mtp, make_glm4moe_mtp, make_deepseek2_mtp, make_mimo2_mtp,
-            make_step35_mtp]
+            make_step35_mtp, make_qwen3next_mtp]
 
 
 # ---- answers ----
