@@ -4,6 +4,8 @@
 #define ROCMFORGE_IMPLEMENTATION
 #include "rocmforge.h"
 #include <math.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #include "make_gguf.h"
 #include "rf_test.h"
 #include "rf_rig.h"
@@ -140,6 +142,75 @@ static void test_grammar(void) {
     oracle o = {&want, want.result.n_prompt, 75, 1};
     rf_drafter *one = drafter_of((rf_drafter_desc){.max_drafts = 4, .fixed = 1, .ngram = RF_NONE, .fn = foresee, .user = &o});
     CHECK(generate(d, &how, one, &got) == RF_OK && same(&want, &got), "%s", r.err.text);
+    CHECK(rf_drafter_close(one, NULL) == RF_OK && rf_grammar_close(g, NULL) == RF_OK);
+}
+
+/* ---- the distribution ---- */
+
+enum { LETTERS = 4, SAMPLES = 3000 };
+static const float repeat = 1.3f, frequency = 0.4f, presence = 0.3f, heat = 2;
+
+/* Probabilities of the first LETTERS letters behind some tokens: the model's logits, evaluated without drafts, penalized for all
+ * tokens before, masked, softmax; in float64. */
+static void next_letter(const int32_t *tokens, uint32_t n, int32_t first, double *p) {
+    float *logits;
+    double sum = 0;
+    REQUIRE(rf_session_truncate(r.s, 0, 0, NULL, NULL) == RF_OK && rf_session_forward(r.s, tokens, n, &logits, &r.err) == RF_OK, "%s", r.err.text);
+    for (int c = 0; c < LETTERS; c++) {
+        double x = (double)logits[first + c];
+        uint32_t count = 0;
+        for (uint32_t i = 0; i < n; i++) count += tokens[i] == first + c;
+        if (count) x = (x > 0 ? x / (double)repeat : x * (double)repeat) - count * (double)frequency - (double)presence;
+        sum += p[c] = exp(x / (double)heat);
+    }
+    for (int c = 0; c < LETTERS; c++) p[c] /= sum;
+}
+
+/* Drafts of letters and of a token that the grammar bans, some right. */
+static uint32_t guess_letters(const int32_t *tokens, uint32_t n_tokens, int32_t *drafts, uint32_t max, void *user) {
+    uint32_t *random = user;
+    (void)tokens, (void)n_tokens;
+    for (uint32_t i = 0; i < max; i++) {
+        *random = *random * 1664525u + 1013904223u;
+        const uint32_t any = (*random >> 20) % (2 * LETTERS + 1);
+        drafts[i] = (int32_t)(4 + (any < 2 * LETTERS ? any % LETTERS : LETTERS));
+    }
+    return max;
+}
+
+/* The first three letters of four, two of which are drafted in one step, come as often as the model says: chi-square of all 64
+ * words, with penalties and a grammar in each row that is verified. */
+static void test_distribution(void) {
+    enum { WORDS = LETTERS * LETTERS * LETTERS };
+    static double p[WORDS];
+    static record got;
+    uint32_t count[WORDS] = {0}, random = 3;
+    const rf_tokenizer *t = NULL;
+    rf_grammar *g = NULL;
+    REQUIRE(open_model(SMALL, 96));
+    CHECK(rf_model_get_tokenizer(r.m, &t, NULL) == RF_OK);
+    CHECK(rf_grammar_open(t, RF_GRAMMAR_GBNF, rf_string_of("root ::= [A-D] [A-D] [A-D] [A-D]"), NULL, &g, &r.err) == RF_OK, "%s", r.err.text);
+    int32_t text[] = {9, 4, 17, 6, 0, 0}; /* token 4 is "A" */
+    for (int a = 0; a < LETTERS; a++)
+        for (int b = 0; b < LETTERS; b++) {
+            double one[3][LETTERS];
+            text[4] = 4 + a, text[5] = 4 + b;
+            for (uint32_t k = 0; k < 3; k++) next_letter(text, 4 + k, 4, one[k]);
+            for (int c = 0; c < LETTERS; c++) p[(a * LETTERS + b) * LETTERS + c] = one[0][a] * one[1][b] * one[2][c];
+        }
+    rf_drafter *one = drafter_of((rf_drafter_desc){.max_drafts = 2, .fixed = 1, .ngram = RF_NONE, .fn = guess_letters, .user = &random});
+    for (uint32_t k = 0; k < SAMPLES; k++) {
+        const rf_sampler_desc how = {.temperature = heat, .seed = k + 1, .repeat_penalty = repeat, .frequency_penalty = frequency,
+                                     .presence_penalty = presence};
+        REQUIRE(generate((rf_generate_desc){.ids = text, .n_ids = 4, .max_tokens = 4, .grammar = g}, &how, one, &got) == RF_OK && got.n == 4, "%s", r.err.text);
+        count[((got.ids[0] - 4) * LETTERS + got.ids[1] - 4) * LETTERS + got.ids[2] - 4]++;
+    }
+    double chi = 0;
+    for (int w = 0; w < WORDS; w++) chi += (count[w] - SAMPLES * p[w]) * (count[w] - SAMPLES * p[w]) / (SAMPLES * p[w]);
+    CHECK(chi < 125, "chi-square %.1f of 63 degrees of freedom", chi); /* 1 in 100,000 */
+    const rf_drafter_stats stats = rf_drafter_get_stats(one);
+    CHECK(stats.accepted > SAMPLES / 4 && stats.accepted < stats.drafted, "%llu of %llu", (unsigned long long)stats.accepted, (unsigned long long)stats.drafted);
+    printf("    chi-square %.1f of 63 degrees of freedom, %llu of %llu drafts accepted\n", chi, (unsigned long long)stats.accepted, (unsigned long long)stats.drafted);
     CHECK(rf_drafter_close(one, NULL) == RF_OK && rf_grammar_close(g, NULL) == RF_OK);
 }
 
@@ -365,6 +436,63 @@ static void test_learns_soon(void) {
             }
 }
 
+/* ---- the same in rf_generate, by a clock of the test's ---- */
+
+/* In this thread the library reads the clock when a step begins and when it ends; the time between is that of its drafts. */
+static _Thread_local struct {
+    const prices *of; /* NULL: the real clock */
+    double seconds;
+    uint32_t reads, n_drafts;
+} watch;
+
+int clock_gettime(clockid_t id, struct timespec *t) {
+    if (!watch.of || id != CLOCK_MONOTONIC) return (int)syscall(SYS_clock_gettime, id, t);
+    if (watch.reads++ % 2) watch.seconds += 0.001 * watch.of->of[watch.n_drafts], watch.n_drafts = 0;
+    *t = (struct timespec){.tv_sec = 1 + (time_t)watch.seconds, .tv_nsec = (long)(fmod(watch.seconds, 1) * 1e9)};
+    return 0;
+}
+static const rf_sampler_desc endless = {.bias = &(const rf_logit_bias){2, -INFINITY}, .n_bias = 1}; /* no end token */
+static uint32_t foresee_timed(const int32_t *tokens, uint32_t n_tokens, int32_t *drafts, uint32_t max, void *user) {
+    return watch.n_drafts = foresee(tokens, n_tokens, drafts, max, user);
+}
+
+/* Tokens a second by those of steps without drafts, over texts of 480 tokens; best: with the best fixed number, as the shares of
+ * right drafts say. */
+static double pace(const prices *p, uint32_t percent, record *answer, double *best) {
+    static record got;
+    uint64_t n = 0;
+    oracle o = {answer, answer->result.n_prompt, percent, 7};
+    rf_drafter *one = drafter_of((rf_drafter_desc){.ngram = RF_NONE, .fn = foresee_timed, .user = &o});
+    watch.of = p, watch.seconds = 0, watch.reads = 0;
+    for (int k = 0; k < 4; k++, n += got.n - 1) {
+        const rf_result res = generate((rf_generate_desc){.ids = some, .n_ids = 4, .max_tokens = answer->n}, &endless, one, &got);
+        CHECK(res == RF_OK && same(answer, &got), "%s", r.err.text);
+    }
+    watch.of = NULL;
+    const rf_drafter_stats stats = rf_drafter_get_stats(one);
+    CHECK(watch.reads == 2 * stats.steps && stats.tokens == n, "%u times of %llu steps", watch.reads, (unsigned long long)stats.steps);
+    const double gain = (double)n * 0.001 / watch.seconds, share = percent / 100.0;
+    CHECK(fabs(stats.gain / gain - 1) < 0.03, "%s, %u %% right: gain %.3f, the drafter says %.3f", p->name, percent, gain, stats.gain);
+    CHECK(rf_drafter_close(one, NULL) == RF_OK);
+    *best = 1;
+    for (int k = 1; k <= 8; k++) *best = fmax(*best, (share < 1 ? (1 - pow(share, k + 1)) / (1 - share) : k + 1) / p->of[k]);
+    return gain;
+}
+
+/* Never more than 3 % slower than without drafts; and most of what drafts can gain is gained. */
+static void test_pace(void) {
+    static const uint32_t percents[] = {0, 25, 50, 75, 90};
+    static record answer;
+    REQUIRE(open_model(SMALL, 512));
+    CHECK(generate((rf_generate_desc){.ids = some, .n_ids = 4, .max_tokens = 480}, &endless, NULL, &answer) == RF_OK && answer.n == 480, "%u: %s", answer.n, r.err.text);
+    for (size_t i = 0; i < RFT_COUNT(price_lists); i++)
+        for (size_t k = 0; k < RFT_COUNT(percents); k++) {
+            double best, gain = pace(&price_lists[i], percents[k], &answer, &best);
+            printf("    %s, %u %% right: %.3f times as fast, at best %.3f\n", price_lists[i].name, percents[k], gain, best);
+            CHECK(gain > 0.97 && gain > 0.9 * best, "%s, %u %% right: %.3f times as fast, at best %.3f", price_lists[i].name, percents[k], gain, best);
+        }
+}
+
 int main(int argc, char **argv) {
     RFT_BEGIN(argc, argv);
     FILE *model = fopen(MODEL, "rb");
@@ -373,11 +501,13 @@ int main(int argc, char **argv) {
     RUN(test_same_ids);
     RUN_IF(have, test_kinds, "no " MODEL);
     RUN_IF(have, test_grammar, "no " MODEL);
+    RUN(test_distribution);
     RUN(test_cancel);
     RUN(test_families);
     RUN(test_scheduler);
     RUN(test_count);
     RUN(test_learns_soon);
+    RUN(test_pace);
     RUN_IF(have, test_errors, "no " MODEL);
     rig_close(&r);
     RFT_END();
