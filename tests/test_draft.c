@@ -148,7 +148,7 @@ static void test_grammar(void) {
 /* ---- the distribution ---- */
 
 enum { LETTERS = 4, SAMPLES = 3000 };
-static const float repeat = 1.3f, frequency = 0.4f, presence = 0.3f, heat = 2;
+static const float repeat = 2, frequency = 1.2f, presence = 0.4f, heat = 2;
 
 /* Probabilities of the first LETTERS letters behind some tokens: the model's logits, evaluated without drafts, penalized for all
  * tokens before, masked, softmax; in float64. */
@@ -166,16 +166,26 @@ static void next_letter(const int32_t *tokens, uint32_t n, int32_t first, double
     for (int c = 0; c < LETTERS; c++) p[c] /= sum;
 }
 
-/* Drafts of letters and of a token that the grammar bans, some right. */
+/* Drafts: the likeliest letter, and now and then one that the grammar bans. They know nothing of what is drawn. */
+typedef struct guesser {
+    int32_t second[LETTERS], third[LETTERS][LETTERS]; /* after those */
+    uint32_t random;
+} guesser;
 static uint32_t guess_letters(const int32_t *tokens, uint32_t n_tokens, int32_t *drafts, uint32_t max, void *user) {
-    uint32_t *random = user;
-    (void)tokens, (void)n_tokens;
-    for (uint32_t i = 0; i < max; i++) {
-        *random = *random * 1664525u + 1013904223u;
-        const uint32_t any = (*random >> 20) % (2 * LETTERS + 1);
-        drafts[i] = (int32_t)(4 + (any < 2 * LETTERS ? any % LETTERS : LETTERS));
+    guesser *o = user;
+    int32_t letters[8] = {0};
+    for (uint32_t i = 4; i < n_tokens; i++) letters[i - 4] = tokens[i] - 4;
+    for (uint32_t i = 0, at = n_tokens - 4; i < max; i++, at++) {
+        o->random = o->random * 1664525u + 1013904223u;
+        letters[at] = at == 1 ? o->second[letters[0]] : at == 2 ? o->third[letters[0]][letters[1]] : 0;
+        drafts[i] = 4 + ((o->random >> 20) % 8 ? letters[at] : LETTERS);
     }
     return max;
+}
+static int32_t likeliest(const double *p) {
+    int32_t best = 0;
+    for (int c = 1; c < LETTERS; c++) best = p[c] > p[best] ? c : best;
+    return best;
 }
 
 /* The first three letters of four, two of which are drafted in one step, come as often as the model says: chi-square of all 64
@@ -184,7 +194,8 @@ static void test_distribution(void) {
     enum { WORDS = LETTERS * LETTERS * LETTERS };
     static double p[WORDS];
     static record got;
-    uint32_t count[WORDS] = {0}, random = 3;
+    uint32_t count[WORDS] = {0};
+    guesser o = {.random = 3};
     const rf_tokenizer *t = NULL;
     rf_grammar *g = NULL;
     REQUIRE(open_model(SMALL, 96));
@@ -196,9 +207,10 @@ static void test_distribution(void) {
             double one[3][LETTERS];
             text[4] = 4 + a, text[5] = 4 + b;
             for (uint32_t k = 0; k < 3; k++) next_letter(text, 4 + k, 4, one[k]);
+            o.second[a] = likeliest(one[1]), o.third[a][b] = likeliest(one[2]);
             for (int c = 0; c < LETTERS; c++) p[(a * LETTERS + b) * LETTERS + c] = one[0][a] * one[1][b] * one[2][c];
         }
-    rf_drafter *one = drafter_of((rf_drafter_desc){.max_drafts = 2, .fixed = 1, .ngram = RF_NONE, .fn = guess_letters, .user = &random});
+    rf_drafter *one = drafter_of((rf_drafter_desc){.max_drafts = 2, .fixed = 1, .ngram = RF_NONE, .fn = guess_letters, .user = &o});
     for (uint32_t k = 0; k < SAMPLES; k++) {
         const rf_sampler_desc how = {.temperature = heat, .seed = k + 1, .repeat_penalty = repeat, .frequency_penalty = frequency,
                                      .presence_penalty = presence};
