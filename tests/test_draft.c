@@ -215,7 +215,10 @@ static void test_distribution(void) {
         const rf_sampler_desc how = {.temperature = heat, .seed = k + 1, .repeat_penalty = repeat, .frequency_penalty = frequency,
                                      .presence_penalty = presence};
         REQUIRE(generate((rf_generate_desc){.ids = text, .n_ids = 4, .max_tokens = 4, .grammar = g}, &how, one, &got) == RF_OK && got.n == 4, "%s", r.err.text);
-        count[((got.ids[0] - 4) * LETTERS + got.ids[1] - 4) * LETTERS + got.ids[2] - 4]++;
+        uint32_t word = 0;
+        for (int i = 0; i < 3; i++) word = word * LETTERS + (uint32_t)got.ids[i] - 4;
+        REQUIRE(word < WORDS, "%d %d %d: not what the grammar allows", got.ids[0], got.ids[1], got.ids[2]);
+        count[word]++;
     }
     double chi = 0, want = 0, n = 0, freedom = -1; /* words that few texts have are counted together */
     for (int w = 0; w < WORDS; w++) {
