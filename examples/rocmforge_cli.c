@@ -890,22 +890,30 @@ static int open_grammar(app *a) {
     return r ? fail(a, FAILED, "%s: %s", is_text ? "--json-schema" : what, a->err.text) : code;
 }
 
+/* Open the draft model of a file, or the MTP head: path NULL. */
+static int open_draft_model(app *a, const char *path) {
+    int code;
+    const rf_model_desc how = {.mtp = !path};
+    if (path && (code = lib(a, rf_gguf_open(path, NULL, &a->draft_g, &a->err)))) return code;
+    return lib(a, rf_model_open(path ? a->draft_g : a->g, a->d, &how, &a->draft_m, &a->err));
+}
+
+static int open_draft_session(app *a) {
+    const uint32_t trained = rf_model_get_info(a->draft_m).n_ctx_train;
+    const rf_session_desc desc = {.n_ctx = trained && trained < a->n_ctx ? trained : a->n_ctx};
+    return lib(a, rf_session_open(a->draft_m, &desc, &a->draft_s, &a->err));
+}
+
 /* Open a session for text and the drafter of --draft: n-grams, and behind them the MTP head or a draft model. */
 static int open_writing_session(app *a, uint64_t need, uint64_t n_tokens) {
     int code;
     const uint32_t max = (uint32_t)a->o.draft_max;
     const uint32_t mtp = drafts_by_mtp(a);
-    const char *path = a->o.draft && !mtp && strcmp(a->o.draft, "ngram") ? a->o.draft : NULL;
+    const int asks = a->o.draft && strcmp(a->o.draft, "ngram");
     if ((code = open_session(a, need, n_tokens, a->o.draft ? max + 1 : 1))) return code;
     if (!a->o.draft) return DONE;
-    if (path && (code = lib(a, rf_gguf_open(path, NULL, &a->draft_g, &a->err)))) return code;
-    if (path || mtp) {
-        const rf_model_desc how = {.mtp = mtp};
-        if ((code = lib(a, rf_model_open(mtp ? a->g : a->draft_g, a->d, &how, &a->draft_m, &a->err)))) return code;
-        const uint32_t trained = rf_model_get_info(a->draft_m).n_ctx_train;
-        const rf_session_desc desc = {.n_ctx = trained && trained < a->n_ctx ? trained : a->n_ctx};
-        if ((code = lib(a, rf_session_open(a->draft_m, &desc, &a->draft_s, &a->err)))) return code;
-    }
+    if (asks && (code = open_draft_model(a, mtp ? NULL : a->o.draft))) return code;
+    if (asks && (code = open_draft_session(a))) return code;
     const rf_drafter_desc desc = {.max_drafts = max, .session = mtp ? NULL : a->draft_s,
                                   .mtp = mtp ? a->draft_s : NULL};
     return lib(a, rf_drafter_open(a->m, &desc, &a->drafter, &a->err));
@@ -1938,7 +1946,7 @@ static int run_parallel(app *a) {
 
 /* ---- bench --draft ---- */
 
-/* A drafter that knows the answer in some percent of its drafts. */
+/* A drafter that knows the answer in some percent of its drafts, unless the MTP head drafts. */
 typedef struct oracle {
     const ids *answer;
     uint32_t n_prompt, n_vocab, percent, random;
@@ -1982,14 +1990,14 @@ static int time_drafts(app *a, rf_drafter *drafter, drafted *g, double *tok_s) {
     return interrupted ? fail(a, INTERRUPTED, "interrupted") : DONE;
 }
 
-/* A line: n drafts a step (0: as many as pay), the oracle right as often as it says. The drafter learns across the
- * runs, whose ids are those without drafts, or the line says so. */
+/* A line: n drafts a step (0: as many as pay), the oracle right as often as it says; or those of the MTP head, if its
+ * session is open. The drafter learns across the runs, whose ids are those without drafts, or the line says so. */
 static int bench_drafts(app *a, oracle *o, uint32_t n, double plain, drafted *g) {
     int code = DONE;
     double tok_s[REPEAT_MAX];
     int same = 1;
     const rf_drafter_desc desc = {.max_drafts = n ? n : (uint32_t)a->o.draft_max, .fixed = n > 0, .ngram = RF_NONE,
-                                  .fn = foresee, .user = o};
+                                  .fn = a->draft_s ? NULL : foresee, .user = o, .mtp = a->draft_s};
     if ((code = lib(a, rf_drafter_open(a->m, &desc, &a->drafter, &a->err)))) return code;
     for (int run = -1; run < (int)a->o.n_repeat && !code; run++) { /* the first one does not count */
         code = time_drafts(a, a->drafter, g, &tok_s[run < 0 ? 0 : run]);
@@ -2001,31 +2009,59 @@ static int bench_drafts(app *a, oracle *o, uint32_t n, double plain, drafted *g)
     a->drafter = NULL;
     if (code) return code;
     const double speed = median(tok_s, a->o.n_repeat);
-    char drafts[16] = "adaptive";
+    char drafts[16] = "adaptive", right[16];
     if (n) snprintf(drafts, sizeof drafts, "%u", n);
-    printf(a->o.json ? ", {\"right_percent\": %u, \"drafts\": \"%s\", \"drafted\": %llu, \"accepted\": %llu, "
+    snprintf(right, sizeof right, a->o.json ? "\"mtp\"" : "mtp");
+    if (!a->draft_s) snprintf(right, sizeof right, "%u", o->percent);
+    printf(a->o.json ? ", {\"right_percent\": %s, \"drafts\": \"%s\", \"drafted\": %llu, \"accepted\": %llu, "
                        "\"tok_s\": %.2f, \"gain\": %.3f, \"same_ids\": %s}"
-                     : "%13u  %8s  %8llu  %8llu  %8.2f  %5.3f  %s\n",
-           o->percent, drafts, LLU(x.drafted), LLU(x.accepted), speed, rate(speed, plain),
+                     : "%13s  %8s  %8llu  %8llu  %8.2f  %5.3f  %s\n",
+           right, drafts, LLU(x.drafted), LLU(x.accepted), speed, rate(speed, plain),
            same ? a->o.json ? "true" : "yes" : a->o.json ? "false" : "no");
     fflush(stdout);
     return DONE;
 }
 
-static int measure_drafts(app *a, ids *answer, drafted *g) {
+/* The percents of --draft; *mtp: "mtp" stands behind them, or alone. */
+static int parse_shares(app *a, ids *shares, int *mtp) {
+    int code, good = 1;
+    char percents[256] = "";
+    const char *list = a->o.shares;
+    size_t n = strlen(list);
+    shares->len = 0;
+    *mtp = n >= 3 && !strcmp(list + n - 3, "mtp") && (n == 3 || list[n - 4] == ',');
+    if (*mtp) n -= n > 3 ? 4 : 3;
+    snprintf(percents, sizeof percents, "%.*s", n < sizeof percents ? (int)n : 0, list);
+    if (!(*mtp && n == 0) && (code = parse_ids(a, percents, shares, &good))) return code;
+    for (uint32_t i = 0; i < shares->len; i++) good = good && shares->data[i] >= 0 && shares->data[i] <= 100;
+    if (!good || a->o.n_decode < 2)
+        return fail(a, USAGE, "--draft: want percents of right drafts and mtp, like 0,50,75 or 75,mtp, and -n above 1, "
+                    "got \"%s\"", list);
+    return DONE;
+}
+
+/* Lines for each number of drafts. */
+static int bench_numbers(app *a, const ids *answer, uint32_t percent, double plain, drafted *g) {
     static const uint32_t numbers[] = {1, 2, 4, 8, 15, 0};
-    int code, good;
+    int code = DONE;
+    for (size_t k = 0; k < sizeof numbers / sizeof *numbers && !code; k++) {
+        oracle o = {answer, PARALLEL_DEPTH, a->info.n_vocab, percent, 1};
+        if (numbers[k] <= a->o.draft_max) code = bench_drafts(a, &o, numbers[k], plain, g);
+    }
+    return code;
+}
+
+static int measure_drafts(app *a, ids *answer, drafted *g) {
+    int code, mtp;
     ids *shares = &a->tokens;
     double plain[REPEAT_MAX], tok_s;
-    if ((code = parse_ids(a, a->o.shares, shares, &good))) return code;
-    for (uint32_t i = 0; i < shares->len; i++) good = good && shares->data[i] >= 0 && shares->data[i] <= 100;
-    if (!good || shares->len == 0 || a->o.n_decode < 2)
-        return fail(a, USAGE, "--draft: want percents of right drafts, like 0,50,75, and -n above 1, got \"%s\"",
-                    a->o.shares);
-    if ((code = open_model(a, a->o.device))) return code;
     const uint64_t n = PARALLEL_DEPTH + a->o.n_decode;
+    const uint32_t n_logits = (uint32_t)a->o.draft_max + 1;
+    if ((code = parse_shares(a, shares, &mtp))) return code;
+    if ((code = open_model(a, a->o.device))) return code;
+    if (mtp && (code = open_draft_model(a, NULL))) return code; /* before all that takes time */
     if (a->o.ctx == 0) a->o.ctx = n;
-    if ((code = open_session(a, n, n, (uint32_t)a->o.draft_max + 1))) return code;
+    if ((code = open_session(a, n, n, n_logits))) return code;
     if ((code = reserve_ids(a, &a->prompt, PARALLEL_DEPTH))) return code;
     if ((code = reserve_ids(a, answer, n)) || (code = reserve_ids(a, &g->chosen, n))) return code;
     for (uint32_t i = 0; i < PARALLEL_DEPTH; i++) a->prompt.data[i] = (int32_t)((i * 7919u + 1u) % a->info.n_vocab);
@@ -2038,10 +2074,15 @@ static int measure_drafts(app *a, ids *answer, drafted *g) {
                      : "right_percent    drafts   drafted  accepted     tok_s   gain  same_ids\n"
                        "            -      none         -         -  %8.2f      -  -\n", tok_s);
     for (uint32_t i = 0; i < shares->len; i++)
-        for (size_t k = 0; k < sizeof numbers / sizeof *numbers; k++) {
-            oracle o = {answer, PARALLEL_DEPTH, a->info.n_vocab, (uint32_t)shares->data[i], 1};
-            if (numbers[k] <= a->o.draft_max && (code = bench_drafts(a, &o, numbers[k], tok_s, g))) return code;
-        }
+        if ((code = bench_numbers(a, answer, (uint32_t)shares->data[i], tok_s, g))) return code;
+    if (mtp) {
+        running = NULL;
+        rf_session_close(a->s, NULL);
+        a->s = NULL;
+        a->o.draft = "mtp"; /* a session whose hidden rows come to the host */
+        if ((code = open_session(a, n, n, n_logits)) || (code = open_draft_session(a))) return code;
+        if ((code = bench_numbers(a, answer, 0, tok_s, g))) return code;
+    }
     if (a->o.json) puts("]}");
     return DONE;
 }
@@ -2914,8 +2955,8 @@ static const flag flags[] = {
     {"-d", TEXT, AT(depths), BENCH, 0, 0, 0, "0,4096,...", "tokens in the context before, a line for each (0)"},
     {"--parallel", TEXT, AT(parallel), BENCH, 0, 0, 0, "1,2,4,...",
      "instead: steps of so many sequences, a token of each, after 256 tokens; a line for each"},
-    {"--draft", TEXT, AT(shares), BENCH, 0, 0, 0, "0,50,75,...",
-     "instead: greedy text with 1, 2, 4, ... drafts a step, of which so many percent are right; a line for each"},
+    {"--draft", TEXT, AT(shares), BENCH, 0, 0, 0, "0,50,...,mtp",
+     "instead: greedy text with 1, 2, 4, ... drafts a step, so many percent of them right, or the MTP head's"},
     {"--peak", BYTES, AT(peak), BENCH, 0, 0, 0, "N", "read so much at once to measure the memory (1G); 0 = do not"},
     {"--decode", SWITCH, AT(decode), TOKENIZE, 0, 0, 0, NULL, "[1,2,3] in, text out"},
     {"--hex", SWITCH, AT(hex), TOKENIZE, 0, 0, 0, NULL, "text as the hex digits of its bytes"},

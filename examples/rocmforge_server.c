@@ -181,6 +181,8 @@ static struct server {
     uint64_t serial;                /* of ids                                       */
     uint64_t n_requests[API_NONE], n_refused, n_dropped, n_steps;
     uint64_t n_prompt_tokens, n_reused_tokens, n_generated_tokens, n_drafted_tokens, n_accepted_drafts;
+    uint64_t n_draft_steps;
+    double draft_gain;              /* of the drafter that ended an answer last     */
     uint64_t first_token[N_LATENCIES + 1], between_tokens[N_LATENCIES + 1]; /* histograms */
     double first_token_sum, between_tokens_sum;
 } g = {.lock = PTHREAD_MUTEX_INITIALIZER, .work = PTHREAD_COND_INITIALIZER};
@@ -2085,8 +2087,8 @@ static void take_drafter(choice *c) {
 static void give_drafter_back(choice *c) {
     if (!c->drafter) return;
     const rf_drafter_stats now = rf_drafter_get_stats(c->drafter);
-    c->drafts = (rf_drafter_stats){.drafted = now.drafted - c->drafts.drafted,
-                                   .accepted = now.accepted - c->drafts.accepted};
+    c->drafts = (rf_drafter_stats){.steps = now.steps - c->drafts.steps, .drafted = now.drafted - c->drafts.drafted,
+                                   .accepted = now.accepted - c->drafts.accepted, .gain = now.gain};
     g.drafters[g.n_idle++] = c->drafter;
     c->drafter = NULL;
 }
@@ -2106,6 +2108,8 @@ static void on_end(rf_result reason, void *user) {
     g.n_prompt_tokens += c->n_prompt;
     g.n_reused_tokens += c->n_reused;
     g.n_drafted_tokens += c->drafts.drafted, g.n_accepted_drafts += c->drafts.accepted;
+    g.n_draft_steps += c->drafts.steps;
+    if (c->drafts.gain > 0) g.draft_gain = c->drafts.gain;
     const uint32_t left = --t->n_open;
     pthread_mutex_unlock(&g.lock);
     if (left) return;
@@ -2447,6 +2451,9 @@ static enum MHD_Result get_metrics(struct MHD_Connection *c, request *q) {
     put_metric(&b, "drafted_tokens_total", "counter", "Tokens that --draft proposed.", (double)g.n_drafted_tokens);
     put_metric(&b, "accepted_drafts_total", "counter", "Of these, tokens that the model chose itself.",
                (double)g.n_accepted_drafts);
+    put_metric(&b, "draft_steps_total", "counter", "Steps of answers with --draft.", (double)g.n_draft_steps);
+    put_metric(&b, "draft_gain", "gauge", "Tokens a second by those of steps without drafts, of the drafter that ended "
+               "an answer last; 0: not measured.", g.draft_gain);
     put_metric(&b, "steps_total", "counter", "Batches evaluated.", (double)g.n_steps);
     put_metric(&b, "requests_active", "gauge", "Requests that run or wait.", (double)g.n_tasks);
     put_metric(&b, "sequences_active", "gauge", "Answers that run or wait.", (double)g.n_choices);

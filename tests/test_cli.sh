@@ -617,7 +617,10 @@ for v in "" x 0 1, 1025; do
 done
 expect 0 "bench --draft" bench --gguf $model --draft 75 --draft-max 2 -n 8 -r 1 --device cpu
 verdict "bench --draft: a line for each" test "$(grep -c '^ *75  *[1-2a].*  yes$' "$t/out")" = 3
-for v in x 101 -1; do
+expect 0 "bench --draft mtp" bench --gguf $mtp --draft 50,mtp --draft-max 1 -n 8 -r 1 --ctx 300 --device cpu
+verdict "bench --draft mtp: lines of both" test "$(grep -c '^ *\(50\|mtp\)  *[1a].*  yes$' "$t/out")" = 4
+expect 1 "bench --draft mtp, no head" bench --gguf $model --draft mtp && says "bench --draft mtp, no head" "no MTP head"
+for v in x 101 -1 mtp,5 xmtp; do
     expect 2 "bench --draft '$v'" bench --gguf $model --draft "$v" && says "bench --draft '$v'" "\"$v\""
 done
 expect 1 "bench --parallel beyond --ctx" bench --gguf $model --parallel 2 -n 4 --ctx 259 && says "bench --parallel beyond --ctx" "260 tokens"

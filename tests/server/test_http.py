@@ -273,6 +273,18 @@ def test_drafts():
             drafted = accepted + sum(d.get('rejected_prediction_tokens', 0) for d in details)
             check(bool(options) <= (accepted > 0), '%s: no draft is right' % (options,))
             check((s.metric('drafted_tokens_total'), s.metric('accepted_drafts_total')) == (drafted, accepted), '%s: metrics and usage differ' % (options,))
+            steps, gain = s.metric('draft_steps_total'), s.metric('draft_gain')
+            check((steps > 0) == (gain > 0) == bool(options) and steps <= s.metric('generated_tokens_total'), '%s: %s steps, gain %s' % (options, steps, gain))
+
+# Drafts of a file's own MTP head: the same texts.
+def test_mtp():
+    texts = []
+    for options in ((), ('--draft', 'mtp', '--draft-max', '2')):
+        with Server('tests/family/qwen35moe-mtp.gguf', '--parallel', '2', *options) as s:
+            bodies = [{'prompt': p, 'max_tokens': 40, 'temperature': 0} for p in ('ABC', 'QRST', 'ABCD')]
+            texts.append([s.post('/v1/completions', b)[1]['choices'][0]['text'] for b in bodies])
+            check((s.metric('drafted_tokens_total') > 0) == bool(options), '%s: drafts' % (options,))
+    check(texts[0] == texts[1] and texts[0][0], 'with drafts of an MTP head %s, without %s' % (texts[1], texts[0]))
 
 def request_bytes(body, path='/v1/chat/completions'):
     data = json.dumps(body).encode()
@@ -333,7 +345,7 @@ with Server(MODEL) as s:
     for test in (test_chat, test_completions, test_penalties, test_structure, test_embeddings, test_errors, test_others, test_responses):
         try: test(s)
         except Exception as e: check(False, '%s: %r' % (test.__name__, e))
-for test in (test_parrot, lambda: test_many(64 if LONG else 24), test_drafts, test_limits, test_drain):
+for test in (test_parrot, lambda: test_many(64 if LONG else 24), test_drafts, test_mtp, test_limits, test_drain):
     try: test()
     except Exception as e: check(False, '%s: %r' % (test, e))
 print('http: %d passed, %d failed' % (passed, failed))
