@@ -522,7 +522,7 @@ typedef struct rf_model_desc {
     uint32_t mtp;               /* 1: the file's head for multi-token prediction (MTP) in place of the model, for
                                    rf_drafter_desc.mtp. It has its own copies of the embedding and the output matrix
                                    where the device needs copies. Known are those of qwen35, qwen35moe, qwen3next,
-                                   glm4moe, deepseek2, mimo2, step35; of several heads the first               */
+                                   glm4moe, deepseek2, mimo2, step35, nemotron_h_moe; of several the first     */
 } rf_model_desc;
 
 typedef struct rf_model_info {
@@ -7439,7 +7439,7 @@ typedef struct rfi_recurrent_arch {
     int cyclic;      /* DELTA_NET: head h reads key head h % n_k_heads instead of h / (n_heads / n_k_heads) */
     int only;        /* all layers are recurrent, and there is no FFN                                       */
     int beside;      /* every layer has both; they read the same, and their outputs are added               */
-    int one_part;    /* a layer is recurrent, attention or an FFN; of one norm                              */
+    int one_part;    /* a layer is recurrent, attention or an FFN; of one norm. An MTP head is attention and FFN */
     int sigmoid_gate; /* DELTA_NET: the output's gate is a sigmoid instead of SiLU */
     int fused_gates; /* ssm_ba (per key head the betas of its heads, then their alphas) instead of ssm_beta, _alpha */
     int negative_a;  /* KDA with a bound: ssm_a is below 0                                                  */
@@ -8390,7 +8390,8 @@ static void rfi_config_layers(rfi_key_reader *k, rfi_config *c) {
         uint32_t listed = 0;
         if (t && t->kind != RFI_DELTA_NET) rfi_key_uint_of(k, &recurrent, il, c->n_blocks, &listed);
         if (scan && !t->only && !t->beside) l->recurrent = (int)listed;
-        const int attends = !l->recurrent && !(t && t->one_part && l->n_ff);
+        const int head = c->is_mtp && il + 1 == c->n_layers,
+                  attends = head || (!l->recurrent && !(t && t->one_part && l->n_ff));
         if (attends && (l->n_kv_heads == 0 || l->n_heads == 0 || l->n_heads % l->n_kv_heads)) {
             rfi_key_find(k, kv_heads.suffix);
             rfi_key_fail(k, RF_ERR_FORMAT, "layer %u has %u heads on %u key/value heads, want a divisor", il,
@@ -10402,7 +10403,8 @@ static void rfi_emit_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer
     const uint32_t n_embd = c->n_embd, block = c->residual_block;
     const char *ffn_norm = c->arch->ffn_norm ? c->arch->ffn_norm : "ffn_norm";
     const rfi_recurrent_arch *t = c->arch->recurrent;
-    const int has_ffn_norm = rfi_has(b, "ffn_norm.weight"), is_ffn = t && t->one_part && l->n_ff;
+    const int one_part = t && t->one_part && !c->is_mtp;
+    const int has_ffn_norm = rfi_has(b, "ffn_norm.weight"), is_ffn = one_part && l->n_ff;
     int parallel = is_ffn || c->parallel || (c->arch->parallel_without_ffn_norm && !has_ffn_norm);
     uint32_t attention_in = d->xn, ffn_in = d->xn;
     if (c->arch->norm_after && rfi_has(b, "attn_norm_2.weight"))
@@ -10432,7 +10434,7 @@ static void rfi_emit_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer
     else if (c->recurrent.kind == RFI_KDA) rfi_emit_kda(b, d, attention_in);
     else if (c->recurrent.kind == RFI_LIGHTNING) rfi_emit_lightning(b, d, l, attention_in);
     if (c->recurrent.kind >= RFI_MAMBA && (l->recurrent || t->beside)) rfi_emit_scan(b, d, attention_in);
-    if (t && (t->only || (t->one_part && !is_ffn))) return;
+    if ((t && t->only) || (one_part && !is_ffn)) return;
     if (c->arch->norm_after) rfi_emit_norm_after(b, d, "attn_output_norm");
     else if (!parallel && ffn_in != d->x) {
         const uint32_t n_kept = block ? (uint32_t)b->layer / block + 1 : 0;
@@ -10948,8 +10950,8 @@ static const rfi_arch rfi_archs[] = {
     {.name = "granitehybrid", .scale_keys = 1, .rope_switch = 1, .moe = &rfi_moe_granite,
      .recurrent = &rfi_granitehybrid},
     {.name = "nemotron_h", .no_rope_period = 1, .activation = RF_ACT_RELU2, .no_gate = 1, .recurrent = &rfi_nemotron_h},
-    {.name = "nemotron_h_moe", .no_rope_period = 1, .activation = RF_ACT_RELU2, .no_gate = 1,
-     .moe = &rfi_moe_nemotron_h, .recurrent = &rfi_nemotron_h},
+    {.name = "nemotron_h_moe", .mtp = 1, .ffn_norm = "post_attention_norm", .no_rope_period = 1,
+     .activation = RF_ACT_RELU2, .no_gate = 1, .moe = &rfi_moe_nemotron_h, .recurrent = &rfi_nemotron_h},
     {.name = "falcon-h1", .rope_neox = 1, .recurrent = &rfi_falcon_h1},
     {.name = "plamo2", .post_norm = 1, .qk_norm = 1, .rope_neox = 1, .fused_gate_up = 1,
      .recurrent = &rfi_plamo2},

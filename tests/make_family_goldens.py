@@ -1792,25 +1792,27 @@ def make_falcon_h1():
     return m, layers
 
 
-def make_nemotron_h_moe():
-    """a layer is Mamba-2, attention without rope, or a squared-ReLU ffn, whose experts read a shorter vector"""
-    m = Model('nemotron_h_moe', 'nemotron-h-moe')
-    common_keys(m, layers=4, n_head=4, n_kv=2, head_dim=8, n_ff=24)
-    m.i32s(attention__head_count_kv=[0, 0, 2, 0], feed_forward_length=[0, 24, 0, 20])
+def make_nemotron_h_moe(mtp=False):
+    """a layer is Mamba-2, attention without rope, or a squared-ReLU ffn, whose experts read a shorter vector. The MTP head's
+    layer is attention and then experts; its last norm is RMS, as in vLLM and TensorRT-LLM (llama.cpp subtracts the mean)"""
+    m = Model('nemotron_h_moe', 'nemotron-h-moe-mtp' if mtp else 'nemotron-h-moe')
+    common_keys(m, layers=4 + mtp, n_head=4, n_kv=2, head_dim=8, n_ff=24)
+    m.i32s(attention__head_count_kv=[0, 0, 2, 0] + [2] * mtp, feed_forward_length=[0, 24, 0, 20] + [24] * mtp)
     m.u32(ssm__conv_kernel=4, ssm__inner_size=48, ssm__state_size=12, ssm__time_step_rank=6, ssm__group_count=2, expert_count=6,
           expert_used_count=2, expert_feed_forward_length=24, expert_shared_feed_forward_length=20, expert_latent_length=16)
     m.flag(expert_weights_norm=True)
     m.f32(expert_weights_scale=2.5)
     put_embeddings(m)
-    for il in range(4): m.norm('blk.%d.attn_norm' % il, N_EMBD)
+    for il in range(4 + mtp): m.norm('blk.%d.attn_norm' % il, N_EMBD)
     put_mamba2(m, 0, norm=True)
     put_attention(m, 2, n_kv=2)
-    m.vector('blk.1.ffn_gate_inp.weight', 6, N_EMBD, spread=2.5 / N_EMBD ** 0.5)
-    m.vector('blk.1.exp_probs_b.bias', 6, spread=0.2)
-    for name, *shape in (('1.ffn_latent_down', 16, N_EMBD), ('1.ffn_up_exps', 6, 24, 16), ('1.ffn_down_exps', 6, 16, 24),
-                         ('1.ffn_latent_up', N_EMBD, 16), ('1.ffn_up_shexp', 20, N_EMBD), ('1.ffn_down_shexp', N_EMBD, 20),
-                         ('3.ffn_up', 20, N_EMBD), ('3.ffn_down', N_EMBD, 20)):
-        m.weight('blk.' + name, *shape, gain=1.5)
+    for b in ['blk.1.'] + ['blk.4.'] * mtp:
+        m.vector(b + 'ffn_gate_inp.weight', 6, N_EMBD, spread=2.5 / N_EMBD ** 0.5)
+        m.vector(b + 'exp_probs_b.bias', 6, spread=0.2)
+        for name, *shape in (('latent_down', 16, N_EMBD), ('up_exps', 6, 24, 16), ('down_exps', 6, 16, 24),
+                             ('latent_up', N_EMBD, 16), ('up_shexp', 20, N_EMBD), ('down_shexp', N_EMBD, 20)):
+            m.weight(b + 'ffn_' + name, *shape, gain=1.5)
+    for name, *shape in (('up', 20, N_EMBD), ('down', N_EMBD, 20)): m.weight('blk.3.ffn_' + name, *shape, gain=1.5)
 
     def plain_ffn(m, b, h, suffix=''):
         return linear(m, b + 'ffn_down' + suffix, np.maximum(linear(m, b + 'ffn_up' + suffix, h), 0) ** 2)
@@ -1822,13 +1824,25 @@ def make_nemotron_h_moe():
         y = sum(w[:, e:e + 1] * (np.maximum(u @ up[e].T, 0) ** 2 @ down[e].T) for e in range(6))
         return linear(m, b + 'ffn_latent_up', y) + plain_ffn(m, b, h, '_shexp')
 
-    def layers(m, tokens):
+    def hidden(m, tokens):
         x = m.at('token_embd.weight')[tokens]
         for il, part in enumerate((lambda h: mamba2(m, 0, h), lambda h: moe(m, 'blk.1.', h),
                                    lambda h: self_attention(m, 2, h, None), lambda h: plain_ffn(m, 'blk.3.', h))):
             x = x + part(rms_norm(m, 'blk.%d.attn_norm' % il, x))
-        return logits(m, rms_norm(m, 'output_norm', x))
-    return m, layers
+        return rms_norm(m, 'output_norm', x)
+    if mtp:
+        m.u32(nextn_predict_layers=1)
+        m.f32(attention__layer_norm_epsilon=1e-5)
+        put_attention(m, 4, n_kv=2)
+        m.norm('blk.4.post_attention_norm', N_EMBD)
+        put_mtp(m, ('norm',))
+        m.mtp = hidden, mtp_head(lambda m, il, h: self_attention(m, il, h, None), lambda m, il, h: moe(m, 'blk.4.', h),
+                                 'post_attention_norm', raw=False)
+    return m, lambda m, tokens: logits(m, hidden(m, tokens))
+
+
+def make_nemotron_h_moe_mtp(): return make_nemotron_h_moe(mtp=True)
+
 
 # ---- families that combine parts: what each does is in the table of its function ----
 
@@ -2869,7 +2883,7 @@ FAMILIES = [make_mixtral, make_qwen2moe, make_olmoe, make_lfm2, make_lfm2moe, ma
             make_minimax_m3, make_nomic_bert, make_jina_bert_v3, make_modern_bert, make_modern_bert_silu,
             make_kimi_k3, make_glm5_next, make_qwen4exp, make_dots3note, make_hy_v4,
             make_hrm_text, make_qwen35_mtp, make_qwen35moe_mtp, make_glm4moe_mtp, make_deepseek2_mtp, make_mimo2_mtp,
-            make_step35_mtp, make_qwen3next_mtp]
+            make_step35_mtp, make_qwen3next_mtp, make_nemotron_h_moe_mtp]
 
 
 # ---- answers ----

@@ -30,7 +30,8 @@ static const char *const families[] = {
     "mimo2", "maple", "qwen3vl", "olmo", "hunyuan-dense", "jais", "minicpm3", "apertus", "step35", "minimax-01",
     "kimi-linear", "deepseek32", "glm-dsa", "minimax-m3", "kimi-k3", "glm5-next", "qwen4exp",
     "dots3note", "hy-v4", "hrm-text", "gemma3n", "qwen35-mtp", "qwen35moe-mtp",
-    "glm4moe-mtp", "deepseek2-mtp", "mimo2-mtp", "step35-mtp", "qwen3next-mtp"};
+    "glm4moe-mtp", "deepseek2-mtp", "mimo2-mtp", "step35-mtp", "qwen3next-mtp",
+    "nemotron-h-moe-mtp"};
 
 static const char *const encoders[] = {"bert", "jina-bert-v2", "nomic-bert-moe", "gemma-embedding", "t5encoder",
                                        "nomic-bert", "jina-bert-v3", "modern-bert", "modern-bert-silu"};

@@ -18,8 +18,9 @@
 #define TOLERANCE 1e-4
 #endif
 
-static const char *const families[] = {"qwen35-mtp", "qwen35moe-mtp", "glm4moe-mtp", "deepseek2-mtp", "mimo2-mtp", "step35-mtp", "qwen3next-mtp"};
-static const uint64_t tight[] = {40000, 56000, 48000, 69000, 32000, 32000, 64000}; /* bytes of weights: they are streamed */
+static const char *const families[] = {"qwen35-mtp", "qwen35moe-mtp", "glm4moe-mtp", "deepseek2-mtp", "mimo2-mtp", "step35-mtp",
+                                       "qwen3next-mtp", "nemotron-h-moe-mtp"};
+static const uint64_t tight[] = {40000, 56000, 48000, 69000, 32000, 32000, 64000, 40000}; /* bytes of weights: they are streamed */
 
 static rig r;          /* the model      */
 static rf_model *head; /* and its head   */
