@@ -33,7 +33,7 @@ $compile -c rocmforge_kernels.hip -o "$build/kernels_gpu.o" &
 kernels=$!
 ${CXX:-c++} -std=c++11 -O2 -c tests/test_hip.cpp -o "$build/test_hip_gpu.o" &
 suites=$!
-for program in hip_model:tests/hip_model hip_goldens:tests/test_goldens hip_rewind:tests/test_rewind \
+for program in hip_model:tests/hip_model hip_goldens:tests/test_goldens hip_rewind:tests/test_rewind hip_mtp:tests/test_mtp \
     hip_recurrent:tests/test_recurrent hip_group:tests/test_group rocmforge_cli:examples/rocmforge_cli; do
     ${CC:-cc} -O2 -DRF_TEST_GPUS -I. -c "${program#*:}.c" -o "$build/${program%:*}_gpu.o" &
     suites="$suites $!"
@@ -42,7 +42,7 @@ done
 ${CC:-cc} -O2 -DROCMFORGE_IMPLEMENTATION -x c -c rocmforge.h -o "$build/rocmforge_gpu.o"
 ar rc "$build/rocmforge_gpu.a" "$build/rocmforge_gpu.o"
 for pid in $kernels $suites; do wait $pid; done
-for program in test_hip hip_model hip_goldens hip_rewind hip_recurrent hip_group rocmforge_cli; do
+for program in test_hip hip_model hip_goldens hip_rewind hip_recurrent hip_mtp hip_group rocmforge_cli; do
     $link "$build/${program}_gpu.o" "$build/kernels_gpu.o" "$build/rocmforge_gpu.a" -o "$build/${program}_gpu" -lm -lpthread
 done
 say "compiled for $arch"
@@ -91,6 +91,7 @@ begin shipped shipped
 begin goldens "$build/hip_goldens_gpu"
 begin rewind "$build/hip_rewind_gpu"
 begin recurrent "$build/hip_recurrent_gpu"
+begin mtp "$build/hip_mtp_gpu"
 "$cli" devices | grep -q '^hip:1 ' && begin group "$build/hip_group_gpu"
 begin zoo env CLI="$cli" DEVICE=hip:0 sh tests/test_zoo.sh "$build"
 if command -v compute-sanitizer >/dev/null; then
