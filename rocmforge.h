@@ -1527,6 +1527,7 @@ ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active,
 #define RF_OP_LAST 0x10u        /* ROPE: rotate the last n_rot values of a head instead of the first;
                                  * INDEX: score a block by its last position                                        */
 #define RF_OP_SIGMOID 0x100u    /* ROUTE: probabilities by sigmoid; MIX, SPREAD: weights are sigmoid(in2)           */
+#define RF_OP_SQRT_SOFTPLUS 0x40000u /* ROUTE: "probabilities" by sqrt(softplus)                                    */
 #define RF_OP_CHOSEN 0x200u     /* ROUTE: softmax over the chosen experts only                                      */
 #define RF_OP_NORMALIZE 0x400u  /* ROUTE: weights of the chosen experts add up to 1                                 */
 #define RF_OP_PER_CHOICE 0x800u /* EXPERTS: every chosen expert has an input row of its own                         */
@@ -1613,7 +1614,9 @@ typedef struct rf_kv_store_params {
  * half of them for p > pos (T5, arXiv 1910.10683).
  * With in2 only over listed positions: in2[T, n_lists, n_listed] are ids (int32) of blocks of list_unit positions, ids
  * ascending, negative ones after them. KV head k reads list k % n_lists. Rows at positions below n_dense attend to all
- * positions, whatever their lists say. */
+ * positions, whatever their lists say.
+ * With block_unit, and RF_OP_MLA, the softmax goes over the rows of complete blocks, too, which the state `blocks` has
+ * (rf_plan_state.unit): over all of them, or those that in2 lists, while the window applies to positions. */
 typedef struct rf_attention_params {
     uint32_t n_heads, n_kv_heads, head_dim, head_dim_v;
     uint32_t window;      /* positions seen, the row's own included; 0: all                     */
@@ -1623,6 +1626,7 @@ typedef struct rf_attention_params {
     uint32_t temperature_length;
     uint32_t n_buckets, buckets;            /* of a relative bias; buckets: index into rf_plan.tables */
     uint32_t n_lists, n_listed, list_unit, n_dense; /* with in2                                       */
+    uint32_t block_unit, blocks;            /* positions of a block, 0: no blocks; their state        */
 } rf_attention_params;
 
 #define RF_DISTANCES 129u /* of positions, which buckets tell apart */
@@ -1632,8 +1636,8 @@ typedef struct rf_attention_params {
  * position p <= pos scores the sum over heads h of in2[h] * max(in[T, n_heads, head_dim] . K[p], 0), without in2 of
  * 1 * max; with n_lists = n_heads a head makes its own list, by in . K[p]. NaN scores least; the smaller id wins among
  * equals. A block scores as the best of its positions. The last n_local blocks, the row's own first, are always listed.
- * Under RF_OP_LAST a block scores as its last position, and of n_listed ids one is for the row's own block as long as
- * that is not complete, the others for complete ones. K is a KV cache of one head and no values. */
+ * Under RF_OP_LAST K has a row for each complete block (rf_plan_state.unit), and of n_listed ids one is for the row's
+ * own block as long as it is not complete, the others for complete ones. K is a KV cache of one head and no values. */
 typedef struct rf_index_params {
     uint32_t n_heads, head_dim;
     uint32_t n_lists, n_listed, list_unit, n_local;
@@ -1663,9 +1667,11 @@ typedef struct rf_argmax_params {
 
 /* ROUTE, the router of a mixture of experts: out[T, 2, n_used] = ids (int32) of the top-k experts, best first, and
  * their weights. From the logits in[T, n_experts]:
- *   p = softmax(in), or sigmoid(in) under RF_OP_SIGMOID, or in under RF_OP_CHOSEN;   s = p + bias[n_experts]
+ *   p = softmax(in), or sigmoid(in) under RF_OP_SIGMOID, sqrt(ln(1 + e^in)) under RF_OP_SQRT_SOFTPLUS, or in under
+ *   RF_OP_CHOSEN;   s = p + bias[n_experts]
  *   n_groups > 1: experts form equal groups; only the n_groups_used groups with the largest sum of their two largest s
- *   take part.   ids = the n_used largest s, the smaller id among equals, NaN last
+ *   take part.   ids = the n_used largest s, the smaller id among equals, NaN last; with factor, int32
+ *   [n_vocab, n_used], those of the row's token if it has one (an id that no expert has becomes 0, its weight NaN)
  *   weights = p[ids], softmax(p[ids]) under RF_OP_CHOSEN; under RF_OP_NORMALIZE / max(sum, 2^-14); times scale */
 typedef struct rf_route_params {
     uint32_t n_experts, n_used, n_groups, n_groups_used;
@@ -1741,6 +1747,15 @@ typedef struct rf_scan_params {
     uint32_t n_decays; /* 1 or n_state */
     uint32_t decays;   /* without weight */
 } rf_scan_params;
+
+/* COMPRESS, blocks of `unit` positions as one row each, a channel by itself (DeepSeek-V4): out[T, n] = sum over the
+ * rows of the position's block so far of softmax(in2 + weight[pos % unit]) * in. With overlap in, in2 and a row of
+ * weight are [2, n]: the second half is summed in its own block, the first one in the next. The state is what a running
+ * softmax needs, [3, n] its maximum, the sum of weights and the weighted sum; with overlap [3, 3, n], then of the first
+ * halves so far, and of those of the block before. */
+typedef struct rf_compress_params {
+    uint32_t n, unit, overlap;
+} rf_compress_params;
 
 /* BLEND, attention over the residual streams of earlier layers (Kimi K3): out[T, n] = sum over k of p[k] * x[k], where
  * x[k] are n_banked vectors in[T, n_banked, n], then in2[T, n], and p = softmax(weight[n] . norm(x[k])),
@@ -1836,6 +1851,7 @@ typedef struct rf_trim_params {
         rf_op_in_if(s, op->in2, (uint64_t)p->n_kv_heads * (mla ? rest : p->head_dim_v)); \
         rf_op_need(s, op->in2 != RF_NONE || (mla ? rest : p->head_dim_v) == 0, "its values are missing"); \
         rf_op_kv(s, p->n_kv_heads, p->head_dim, mla ? 0 : p->head_dim_v); \
+        s->unit = 0; \
     }) \
     X(ATTENTION, 5, attention, RF_ROWS_TOKENS, RF_OP_MLA | RF_OP_BOTH_WAYS, { \
         const int mla = (op->flags & RF_OP_MLA) != 0; \
@@ -1844,6 +1860,9 @@ typedef struct rf_trim_params {
         rf_op_vector_if(s, op->bias, (uint64_t)p->n_buckets * p->n_heads); \
         rf_op_need(s, op->in2 == RF_NONE || (p->n_lists && p->n_kv_heads % p->n_lists == 0 && p->list_unit && \
                                              p->n_listed && !(op->flags & RF_OP_BOTH_WAYS)), "the lists do not fit"); \
+        rf_op_need(s, p->block_unit == 0 || (mla && !(op->flags & RF_OP_BOTH_WAYS) && p->slopes == RF_NONE && \
+                                             (op->in2 == RF_NONE || p->list_unit == p->block_unit)), \
+                   "the blocks do not fit"); \
         rf_op_need(s, op->bias == RF_NONE || (op->flags & RF_OP_BOTH_WAYS && p->n_buckets % 2 == 0 && \
                                               (uint64_t)p->buckets + RF_DISTANCES <= plan->n_tables), \
                    "the buckets do not fit"); \
@@ -1876,10 +1895,11 @@ typedef struct rf_trim_params {
         rf_op_in(s, op->in, p->n); \
         rf_op_out(s, 1); \
     }) \
-    X(ROUTE, 9, route, RF_ROWS_TOKENS, RF_OP_SIGMOID | RF_OP_CHOSEN | RF_OP_NORMALIZE, { \
+    X(ROUTE, 9, route, RF_ROWS_TOKENS, RF_OP_SIGMOID | RF_OP_SQRT_SOFTPLUS | RF_OP_CHOSEN | RF_OP_NORMALIZE, { \
         rf_op_in(s, op->in, p->n_experts); \
         rf_op_out(s, 2 * (uint64_t)p->n_used); \
         rf_op_vector_if(s, op->bias, p->n_experts); \
+        if (op->factor != RF_NONE) rf_op_matrix(s, op->factor, 1, p->n_used, plan->n_vocab); \
         rf_op_need_experts(s, p->n_used, p->n_experts); \
         rf_op_need(s, p->n_groups <= 1 || (p->n_experts % p->n_groups == 0 && p->n_groups_used <= p->n_groups && \
                                            (uint64_t)p->n_experts / p->n_groups * p->n_groups_used >= p->n_used), \
@@ -1967,6 +1987,7 @@ typedef struct rf_trim_params {
                    "one list, or one for each head, without weights"); \
         rf_op_need(s, p->list_unit > 0 && p->n_local <= p->n_listed && p->n_listed > 0, \
                    "the blocks do not fit"); \
+        s->unit = rf_index_step(op); \
         rf_op_need(s, op->out != op->in && op->out != op->in2, "out must not be an input"); \
     }) \
     X(BLEND, 18, blend, RF_ROWS_TOKENS, 0, { \
@@ -2007,6 +2028,16 @@ typedef struct rf_trim_params {
         rf_op_in(s, op->in, p->n); \
         rf_op_out(s, p->n); \
         rf_op_need(s, p->n >= 2, "there must be two values"); \
+    }) \
+    X(COMPRESS, 23, compress, RF_ROWS_TOKENS, 0, { \
+        const uint64_t n_in = (p->overlap ? 2 : 1) * (uint64_t)p->n; \
+        rf_op_in(s, op->in, n_in); \
+        rf_op_in(s, op->in2, n_in); \
+        rf_op_out(s, p->n); \
+        rf_op_vector(s, op->weight, p->unit * n_in); \
+        rf_op_recurrent(s, rf_compress_width(p)); \
+        rf_op_need(s, p->unit >= 2, "a block must have two positions"); \
+        rf_op_need(s, op->out != op->in && op->out != op->in2, "out must not be an input"); \
     })
 
 #define RF_OP_ANY_ROWS 0xffu
@@ -2026,7 +2057,7 @@ typedef struct rf_op {
     uint32_t flags;
     int32_t layer;  /* -1: before the first; n_layers: after the last        */
     uint32_t in, in2, in3, out;    /* buffers                                */
-    uint32_t state;                /* KV_STORE, ATTENTION, CONV, DELTA, SCAN */
+    uint32_t state;                /* its KV cache or recurrent state        */
     uint32_t weight, bias, factor; /* of the plan                            */
     union {
 #define RF_OP_MEMBER(KIND, id, member, rows, flags, operands) rf_##member##_params member;
@@ -2042,6 +2073,9 @@ static inline uint32_t rf_index_step(const rf_op *op) { return op->flags & RF_OP
 static inline uint64_t rf_conv_reach(const rf_conv_params *p) {
     return (p->n_taps - 1ull) * (p->dilation ? p->dilation : 1);
 }
+
+/* COMPRESS: floats of its state. */
+static inline uint64_t rf_compress_width(const rf_compress_params *p) { return (p->overlap ? 9 : 3) * (uint64_t)p->n; }
 
 /* Whether two ROPE ops rotate by the same angles. */
 static inline int rf_op_same_angles(const rf_op *a, const rf_op *b) {
@@ -2060,15 +2094,24 @@ typedef struct rf_plan_buffer {
  * KV cache: K [n_seq][n_kv_heads][cells][head_dim], then, aligned to RF_STATE_ALIGN, V [n_seq][n_kv_heads][cells]
  * [head_dim_v], elements of the session's cache type. Position p is in cell p % cells. cells is n_ctx; or, with a
  * sliding window, a ring of as many as the window and a step's rows need, a multiple of RF_STATE_CELLS, so that
- * RF_STATE_CELLS positions from a multiple of it on are always contiguous. head_dim_v is 0 under RF_OP_MLA.
- * Recurrent state (width > 0): [n_slots][width] float32, as CONV says, or S of every head (DELTA, SCAN). */
+ * RF_STATE_CELLS positions from a multiple of it on are always contiguous. head_dim_v is 0 under RF_OP_MLA. With a unit
+ * only the last of every so many positions is stored, that of block b = p / unit in cell b of n_ctx / unit, rounded up.
+ * Recurrent state (width > 0): [n_slots][width] float32, as CONV and COMPRESS say, or S of every head (DELTA, SCAN). */
 typedef struct rf_plan_state {
     uint32_t layer;
     uint32_t n_kv_heads;
     uint32_t head_dim, head_dim_v;
     uint32_t window; /* the most positions its ATTENTION ops see, the row's own included; 0: all   */
     uint32_t width;  /* floats of a recurrent state; 0: a KV cache                                 */
+    uint32_t unit;   /* of a KV cache: positions of a cell; 0: 1                                   */
 } rf_plan_state;
+
+static inline uint32_t rf_state_unit(const rf_plan_state *s) { return s->unit > 1 ? s->unit : 1; }
+
+/* Cells of a KV cache that is no ring. */
+static inline uint32_t rf_state_cells_of(const rf_plan_state *s, uint32_t n_ctx) {
+    return n_ctx / rf_state_unit(s) + (n_ctx % rf_state_unit(s) != 0);
+}
 
 #define RF_STATE_ALIGN 256u
 #define RF_STATE_CELLS 256u
@@ -2147,6 +2190,7 @@ typedef struct rf_op_spec {
     rf_op_buffer in[RF_OP_INS], out;
     rf_op_weight weight[RF_OP_WEIGHTS];
     uint32_t n_kv_heads, head_dim, head_dim_v, window; /* of its KV cache; n_kv_heads 0: none */
+    uint32_t unit;                                     /* the unit that this must have; 0: any */
     uint64_t state_width;                              /* of its recurrent state; 0: none     */
     const char *unmet;     /* the first rf_op_need that does not hold; NULL: all do */
 } rf_op_spec;
@@ -2186,6 +2230,7 @@ static inline void rf_op_kv(rf_op_spec *s, uint32_t n_kv_heads, uint32_t head_di
     s->n_kv_heads = n_kv_heads;
     s->head_dim = head_dim;
     s->head_dim_v = head_dim_v;
+    s->unit = 1;
     rf_op_need(s, n_kv_heads > 0, "it has no KV heads");
 }
 static inline void rf_op_recurrent(rf_op_spec *s, uint64_t width) {
@@ -2208,7 +2253,7 @@ static inline rf_op_spec rf_op_get_spec(const rf_plan *plan, const rf_op *op) {
     const rf_op_buffer none = {RF_NONE, 0, 0}, out = {op->out, op->rows, 0};
     const rf_op_weight no_weight = {RF_NONE, 0, 0, 0};
     rf_op_spec spec = {rf_op_name(op->kind), 0, 0, 0, 0, {none, none, none}, out, {no_weight, no_weight, no_weight},
-                       0, 0, 0, 0, 0, NULL}, *s = &spec;
+                       0, 0, 0, 0, 0, 0, NULL}, *s = &spec;
     switch (op->kind) {
 #define RF_OP_CASE(KIND, id, member, rows_, flags_, operands) \
     case RF_OP_##KIND: { \
@@ -2240,13 +2285,28 @@ static inline int rf_op_weight_fits(const rf_plan *plan, const rf_op_weight *wan
     return w->n_in == want->n_in && w->n_rows >= want->n_rows;
 }
 
+/* Whether the weight holds ids of experts, int32: the one type that is not multiplied. */
+static inline int rf_op_reads_ids(const rf_op *op, const rf_op_weight *w) {
+    return op->kind == RF_OP_ROUTE && w->n_in && w->id == op->factor;
+}
+
+/* ATTENTION to blocks: whether their state has one latent key for each. */
+static inline int rf_op_blocks_fit(const rf_plan *plan, const rf_attention_params *a) {
+    if (a->block_unit == 0) return 1;
+    if (a->blocks >= plan->n_states) return 0;
+    const rf_plan_state *s = &plan->states[a->blocks];
+    return s->width == 0 && s->n_kv_heads == a->n_kv_heads && s->head_dim == a->head_dim && s->head_dim_v == 0 &&
+           s->window == 0 && rf_state_unit(s) == a->block_unit;
+}
+
 static inline int rf_op_state_fits(const rf_plan *plan, const rf_op *op, const rf_op_spec *s) {
     if (s->n_kv_heads == 0 && s->state_width == 0) return 1;
     if (op->state >= plan->n_states) return 0;
     const rf_plan_state *state = &plan->states[op->state];
     if (s->state_width) return state->width == s->state_width;
     return state->width == 0 && state->n_kv_heads == s->n_kv_heads && state->head_dim == s->head_dim &&
-           state->head_dim_v == s->head_dim_v &&
+           state->head_dim_v == s->head_dim_v && (s->unit == 0 || s->unit == rf_state_unit(state)) &&
+           (op->kind != RF_OP_ATTENTION || rf_op_blocks_fit(plan, &op->attention)) &&
            (op->kind != RF_OP_ATTENTION || state->window == 0 || (s->window && s->window <= state->window));
 }
 
@@ -2261,7 +2321,9 @@ static inline const char *rf_op_check(const rf_plan *plan, const rf_op *op) {
         if (!rf_op_buffer_fits(plan, &s.in[i])) return "an input is no buffer of its rows that is wide enough";
     if (s.out.width && !rf_op_buffer_fits(plan, &s.out)) return "out is no buffer of its rows that is wide enough";
     for (uint32_t i = 0; i < s.n_weights; i++)
-        if (!rf_op_weight_fits(plan, &s.weight[i])) return "a weight has another shape or type";
+        if (!rf_op_weight_fits(plan, &s.weight[i]) ||
+            (plan->weights[s.weight[i].id].type == RF_TYPE_I32) != rf_op_reads_ids(op, &s.weight[i]))
+            return "a weight has another shape or type";
     return rf_op_state_fits(plan, op, &s) ? NULL : "its state does not fit";
 }
 
@@ -2349,7 +2411,7 @@ typedef struct rf_plan_bind {
     rf_mem state;                  /* keys and values, recurrent states                      */
     const uint64_t *buffer_offset; /* [n_buffers] bytes into scratch, multiples of 256       */
     const uint64_t *state_offset;  /* [n_states] bytes into state, multiples of 256          */
-    const uint32_t *state_cells;   /* [n_states] cells per sequence; NULL: n_ctx each        */
+    const uint32_t *state_cells;   /* [n_states] cells per sequence; NULL: for n_ctx each    */
     uint32_t n_ctx;                /* positions per sequence                                 */
     uint32_t n_seq;
     uint32_t n_batch;              /* rows of a step at most                                 */
@@ -2360,10 +2422,10 @@ typedef struct rf_plan_bind {
 
 /* Cells of a state per sequence; 0 if it is neither the context nor a ring that is large enough. */
 static inline uint32_t rf_state_cells(const rf_plan_bind *bind, uint32_t state) {
-    const uint32_t n = bind->state_cells ? bind->state_cells[state] : bind->n_ctx,
-                   window = bind->plan->states[state].window;
+    const uint32_t all = rf_state_cells_of(&bind->plan->states[state], bind->n_ctx),
+                   n = bind->state_cells ? bind->state_cells[state] : all, window = bind->plan->states[state].window;
     const int is_ring = window && n % RF_STATE_CELLS == 0 && n >= (uint64_t)window + bind->n_batch - 1;
-    return n == bind->n_ctx || is_ring ? n : 0;
+    return n == all || is_ring ? n : 0;
 }
 
 /* How a GPU launches the matrix products of a decode step (one token). All launch configs give the same bits; which
@@ -2417,7 +2479,7 @@ typedef struct rf_session_stats {
                               0: not all are timed yet                                                      */
 } rf_session_stats;
 
-#define RF_DEVICE_API_VERSION 11u
+#define RF_DEVICE_API_VERSION 12u
 
 /* The table of a device. Every entry may be called from any thread and leaves the thread's current device as it was.
  * Failures return a code and fill err; a device that is gone for good says so in device_info.lost. Asynchronous work
@@ -7365,7 +7427,10 @@ typedef struct rfi_layer_config {
     double xielu[4];            /* alpha_n, alpha_p, beta, eps                            */
     uint32_t n_ff_experts;
     int indexes;          /* 1: an indexer of its own                                     */
+    uint32_t ratio;       /* positions of a compressed block that it attends to; 0: none  */
 } rfi_layer_config;
+
+#define RFI_OVERLAP_RATIO 4u /* its blocks overlap, and an indexer chooses among them */
 
 /* rfi_arch.indexer */
 enum {
@@ -7375,6 +7440,7 @@ enum {
     RFI_INDEX_POOLED = 4, /* blocks score by the mean of their keys (qwen4exp)            */
     RFI_INDEX_LAST = 5,   /* as SHARED; ropes rotate the last values, not the first (hy_v4); a file may have none */
     RFI_INDEX_NONE = 6,   /* not computed: longer contexts than it leaves whole are refused (glm5-next) */
+    RFI_INDEX_COMPRESSED = 7, /* blocks score by a key that COMPRESS makes (deepseek4)    */
 };
 
 /* rfi_arch.hyper */
@@ -7382,7 +7448,8 @@ enum {
     RFI_HYPER_GATED = 1, /* all values of the streams have gates (qwen4exp)              */
     RFI_HYPER_MIXED = 2, /* weights of streams come from all of them, by HYPER (hy_v4)   */
     RFI_HYPER_ALTUP = 3, /* AltUp: a layer reads the first stream and corrects all of them (gemma3n) */
-    RFI_HYPER_MATRIX = 4, /* as MIXED, and a matrix mixes the streams (glm5-next)        */
+    RFI_HYPER_MATRIX = 4, /* as MIXED, and a matrix mixes the streams (deepseek4)        */
+    RFI_HYPER_MEAN = 5,  /* as MATRIX, and the output reads their mean (glm5-next)       */
 };
 
 typedef struct rfi_indexer_config {
@@ -7394,7 +7461,8 @@ typedef struct rfi_indexer_config {
 typedef enum rfi_gating {
     RFI_GATING_SOFTMAX = 1, /* values of the key expert_gating_func */
     RFI_GATING_SIGMOID = 2,
-    RFI_GATING_CHOSEN = 3
+    RFI_GATING_CHOSEN = 3,
+    RFI_GATING_SQRT_SOFTPLUS = 4
 } rfi_gating;
 
 /* The mixture of experts of an architecture, and the keys that may change it. */
@@ -7460,6 +7528,7 @@ typedef struct rfi_recurrent_config {
 typedef struct rfi_moe_config {
     uint32_t n_experts, n_used, n_ff, n_ff_shared;
     uint32_t n_dense; /* layers before the first with experts */
+    uint32_t n_hash;  /* the first layers, where the token chooses the experts */
     uint32_t n_in;    /* values that experts read and make: n_embd, or fewer (latent experts) */
     uint32_t gating;
     uint32_t n_groups, n_groups_used; /* as rf_route_params */
@@ -7540,6 +7609,8 @@ typedef struct rfi_arch {
     uint8_t attn_gate_optional; /* ... in layers that have it                                                 */
     uint8_t value_experts;    /* values are sums of experts', in layers with attn_v_exps                      */
     uint8_t mla;              /* multi-head latent attention: one compressed key and value for all heads      */
+    uint8_t compressed;       /* one key, which is the value, too, for all heads, in a window; before it layers see
+                                 compressed blocks: attention.compress_ratios                                 */
     uint8_t swa_yarn;         /* layers with a sliding window (SWA) use yarn, too                             */
     uint8_t swa_plain_rope;   /* their rope is not scaled                                                     */
     uint8_t swa_first_full;   /* of each period the first layer has no window, and no rope if a window is     */
@@ -7649,6 +7720,7 @@ typedef struct rfi_config {
     rfi_layer_config *layers;         /* [n_layers]                                 */
     rfi_moe_config moe;
     rfi_mla_config mla, swa_mla;
+    uint32_t n_out_groups, out_rank;  /* compressed: groups of heads, values that attn_output_a makes of each */
     rfi_recurrent_config recurrent;
 } rfi_config;
 
@@ -8026,6 +8098,7 @@ static void rfi_config_scales(rfi_key_reader *k, rfi_config *c) {
     if (arch->swiglu_limit == RF_ACT_SITU) rfi_config_situ(k, c);
     if (!arch->swiglu_limit || arch->swiglu_limit == RF_ACT_SITU) return;
     rfi_key_layer_reals(k, "swiglu_clamp_exp", c, offsetof(rfi_layer_config, limit), 0);
+    for (uint32_t il = 0; il < c->n_layers && arch->compressed; il++) c->layers[il].shared_limit = c->layers[il].limit;
     rfi_key_layer_reals(k, "swiglu_clamp_shexp", c, offsetof(rfi_layer_config, shared_limit), 0);
 }
 
@@ -8057,9 +8130,9 @@ static void rfi_config_gating(rfi_key_reader *k, rfi_config *c) {
     if (c->arch->moe->keys & 4) rfi_key_real(k, "expert_weights_scale", 0, 0, 0, &m->scale);
     rfi_key_uint(k, &groups, &n_groups);
     if (k->result != RF_OK) return;
-    if (function > RFI_GATING_CHOSEN) {
+    if (function > RFI_GATING_SQRT_SOFTPLUS) {
         rfi_key_find(k, gating.suffix);
-        rfi_key_fail(k, RF_ERR_UNSUPPORTED, "%u is not supported (supported: 1, 2, 3)", function);
+        rfi_key_fail(k, RF_ERR_UNSUPPORTED, "%u is not supported (supported: 1, 2, 3, 4)", function);
     }
     if (function) m->gating = function;
     else if (c->arch->mla && c->n_vocab == 154880 && (c->n_blocks == 47 || c->n_blocks == 48))
@@ -8552,7 +8625,8 @@ static void rfi_config_indexer(rfi_key_reader *k, rfi_config *c) {
                               heads = {"attention.indexer.head_count", 1, 1 << 10, 0, 1},
                               dim = {"attention.indexer.key_length", 1, 256, 0, 1};
     rfi_indexer_config *x = &c->indexer;
-    const int blocks = c->arch->indexer == RFI_INDEX_BLOCKS, pooled = c->arch->indexer == RFI_INDEX_POOLED;
+    const int blocks = c->arch->indexer == RFI_INDEX_BLOCKS, pooled = c->arch->indexer == RFI_INDEX_POOLED,
+              compressed = c->arch->indexer == RFI_INDEX_COMPRESSED;
     uint32_t best = 0;
     x->unit = 1;
     if (pooled) rfi_config_pool(k, c);
@@ -8569,11 +8643,12 @@ static void rfi_config_indexer(rfi_key_reader *k, rfi_config *c) {
     rfi_key_uint(k, &dim, &x->head_dim);
     if (blocks) rfi_key_uint(k, &block, &x->unit);
     if (blocks) rfi_key_uint(k, &local, &x->n_local);
+    if (compressed) x->unit = RFI_OVERLAP_RATIO;
     rfi_key_find(k, dim.suffix);
     if (x->head_dim < c->n_rot) rfi_key_fail(k, RF_ERR_FORMAT, "%u, rope rotates %u", x->head_dim, c->n_rot);
     if (k->result != RF_OK) return;
-    x->n_ctx_dense = (uint64_t)best * (blocks ? x->unit : 1);
-    if (x->n_ctx_dense < c->n_ctx_train) x->n_listed = pooled ? best / x->unit + 1 : best;
+    x->n_ctx_dense = (uint64_t)best * (blocks || compressed ? x->unit : 1);
+    if (x->n_ctx_dense < c->n_ctx_train) x->n_listed = pooled ? best / x->unit + 1 : best + (uint32_t)compressed;
     if (x->n_local > best) x->n_local = best;
     for (uint32_t il = 0; k->result == RF_OK && il < c->n_layers; il++) {
         const int later = c->n_ctx_train >= 1 << 20 && il > 2 && il % 4 != 2; /* GLM-5.2 without the key */
@@ -8584,9 +8659,44 @@ static void rfi_config_indexer(rfi_key_reader *k, rfi_config *c) {
         if (shared) rfi_key_uint_of(k, &types, il, c->n_layers, &own);
         else if (c->arch->swa_period) rfi_key_uint_of(k, &full, il, c->n_layers, &own); /* layers without a window */
         if (pooled) own = !c->layers[il].recurrent;
+        if (compressed) own = c->layers[il].ratio == RFI_OVERLAP_RATIO;
         if (own == 0 && il == 0 && shared)
             rfi_key_fail(k, RF_ERR_FORMAT, "layer 0 has no indexer of its own");
         c->layers[il].indexes = own == 1;
+    }
+}
+
+/* What a layer attends to besides its window, by compress_ratios, one for each layer; layers without blocks have a
+ * plain rope. The indexer's rope is that of layers with blocks. */
+static void rfi_config_compressed(rfi_key_reader *k, rfi_config *c) {
+    static const rfi_uint_key window = {"attention.sliding_window", 1, INT32_MAX, 0, 1},
+                              q_rank = {"attention.q_lora_rank", 1, 1 << 20, 0, 1},
+                              out_rank = {"attention.output_lora_rank", 1, 1 << 16, 0, 1},
+                              groups = {"attention.output_group_count", 1, 1 << 14, 0, 1};
+    const rfi_uint_key hash = {"hash_layer_count", 0, c->n_layers, 0, 1};
+    const rf_kv *kv = &k->kv;
+    rfi_key_uint(k, &q_rank, &c->mla.q_lora_rank);
+    rfi_key_uint(k, &out_rank, &c->out_rank);
+    rfi_key_uint(k, &groups, &c->n_out_groups);
+    rfi_key_uint(k, &hash, &c->moe.n_hash);
+    c->swa_rope = (rfi_rope_config){c->rope.base, 1, 0, RFI_ROPE_NONE, c->n_rot};
+    rfi_key_real(k, "attention.compress_rope_freq_base", 1, 0, 1, &c->rope.base);
+    c->rope.magnitude = 0;
+    for (uint32_t il = 0; k->result == RF_OK && il < c->n_layers; il++) {
+        rfi_layer_config *l = &c->layers[il];
+        int64_t ratio = -1;
+        rfi_key_uint(k, &window, &l->window);
+        if (l->n_kv_heads != 1 || l->n_heads % c->n_out_groups || l->head_dim != l->head_dim_v)
+            rfi_key_fail(k, RF_ERR_FORMAT,
+                         "layer %u has %u heads in %u groups, and %u keys of %u values, values of %u: want whole "
+                         "groups, and one key that is as long as its value",
+                         il, l->n_heads, c->n_out_groups, l->n_kv_heads, l->head_dim, l->head_dim_v);
+        if (!rfi_key_read(k, "attention.compress_ratios", 1)) return;
+        if (kv->type != RF_KV_ARRAY || rf_kv_int(kv, il, &ratio, NULL) != RF_OK || ratio < 0 || ratio == 1 ||
+            ratio > 1 << 16)
+            rfi_key_fail(k, RF_ERR_FORMAT, "layer %u: want 0, or 2 to 65536, found %lld", il, (long long)ratio);
+        l->ratio = (uint32_t)ratio;
+        l->swa = ratio == 0;
     }
 }
 
@@ -8689,7 +8799,7 @@ static void rfi_config_hyper(rfi_key_reader *k, rfi_config *c) {
         return;
     }
     rfi_key_uint(k, &count, &c->n_streams);
-    if (c->arch->hyper == RFI_HYPER_MATRIX) {
+    if (c->arch->hyper >= RFI_HYPER_MATRIX) {
         rfi_key_real(k, "hyper_connection.epsilon", 0, 0, 1, &c->stream_eps);
         rfi_key_uint(k, &rounds, &c->stream_rounds);
         c->stream_magnitude = 2;
@@ -8807,6 +8917,7 @@ static rf_result rfi_config_read(const rf_gguf *g, int is_mtp, rfi_config *c, rf
     rfi_config_rope(k, c);
     rfi_config_scales(k, c);
     rfi_config_pooling(k, c);
+    if (k->result == RF_OK && arch->compressed) rfi_config_compressed(k, c);
     if (arch->indexer) rfi_config_indexer(k, c);
     if (arch->hyper) rfi_config_hyper(k, c);
     if (arch->cycles) rfi_config_cycles(k, c);
@@ -8892,9 +9003,20 @@ static void rfi_refuse(rfi_builder *b, const char *name) {
                              rfi_gguf_path(b->g), (int)b->layer, name, b->c->arch->name);
 }
 
-/* Check shape and type: a matrix [n_rows, n_in]; with n_experts as many of them, or as many vectors if n_rows is 0. */
-static void rfi_bind_check(rfi_builder *b, const char *name, const rf_tensor_info *t, uint64_t n_in,
-                           uint64_t n_rows, uint64_t n_experts) {
+/* What rfi_bind and rfi_bind_experts look for: a matrix [n_rows, n_in]; with n_experts as many of them, or as many
+ * vectors if n_rows is 0. */
+typedef struct rfi_wanted {
+    const char *name;
+    uint64_t n_in, n_rows, n_experts;
+    int optional;
+    const char *also; /* an alternative name, for the message; or NULL */
+    int joined;       /* all matrices make one weight                  */
+    int ids;          /* they are int32                                */
+} rfi_wanted;
+
+/* Check shape and type. */
+static void rfi_bind_check(rfi_builder *b, const char *name, const rf_tensor_info *t, const rfi_wanted *want) {
+    const uint64_t n_in = want->n_in, n_rows = want->n_rows, n_experts = want->n_experts;
     rf_type_info type = rf_type_get(t->type);
     const char *path = rfi_gguf_path(b->g);
     unsigned long long at = RFI_LLU(t->where);
@@ -8906,10 +9028,10 @@ static void rfi_bind_check(rfi_builder *b, const char *name, const rf_tensor_inf
                              "%s: %s at byte %llu: want ne={%llu, %llu, %llu}, found %s ne={%llu, %llu, %llu, %llu}",
                              path, name, at, RFI_LLU(n_in), RFI_LLU(ne1), RFI_LLU(ne2), type.name, RFI_LLU(t->ne[0]),
                              RFI_LLU(t->ne[1]), RFI_LLU(t->ne[2]), RFI_LLU(t->ne[3]));
-    else if (!type.runs)
+    else if (want->ids ? t->type != RF_TYPE_I32 : !type.runs)
         b->result = rfi_fail(b->err, RF_ERR_UNSUPPORTED, t->where,
                              "%s: %s at byte %llu: tensor type %s is not supported", path, name, at, type.name);
-    else if (vectors && !is_float)
+    else if (vectors && !is_float && !want->ids)
         b->result = rfi_fail(b->err, RF_ERR_UNSUPPORTED, t->where,
                              "%s: %s at byte %llu: want a vector of f32, f16 or bf16, found %s", path, name, at,
                              type.name);
@@ -8938,6 +9060,7 @@ static const struct {
     {"attn_res_score.weight", " kimi-k3 "}, /* of layer 0: nothing is kept yet */
     {"attn_v.bias", " bailingmoe3 glm5-next kimi-k3 kimi-linear mimo2 minimax-m2 qwen4exp step35 "},
     {"attn_v.scale", " bailingmoe3 kimi-k3 kimi-linear "},
+    {"exp_probs_b_vl.bias", " deepseek4 "},
     {"ffn_down.bias", " refact "},
     {"ffn_down.scale", " bailingmoe3 hrm_text hy_v3 hy_v4 kimi-k3 mimo2 "}, /* of layers with experts */
     {"ffn_down.weight", " hy_v3 mimo2 "},
@@ -8967,15 +9090,6 @@ static int rfi_tensor_is_idle(const rfi_builder *b, rf_string name) {
     return 0;
 }
 
-/* What rfi_bind and rfi_bind_experts look for. */
-typedef struct rfi_wanted {
-    const char *name;
-    uint64_t n_in, n_rows, n_experts; /* as rfi_bind_check */
-    int optional;
-    const char *also; /* an alternative name, for the message; or NULL */
-    int joined;       /* all matrices make one weight                  */
-} rfi_wanted;
-
 static rfi_weight rfi_bind_wanted(rfi_builder *b, const rfi_wanted *want) {
     const char *also = want->also;
     char full[64];
@@ -8989,7 +9103,7 @@ static rfi_weight rfi_bind_wanted(rfi_builder *b, const rfi_wanted *want) {
                                  rfi_gguf_path(b->g), full, full, also ? ", " : "", also ? also : "");
         return rfi_no_weight;
     }
-    rfi_bind_check(b, full, &t, want->n_in, want->n_rows, want->n_experts);
+    rfi_bind_check(b, full, &t, want);
     if (b->result != RF_OK) return rfi_no_weight;
     for (uint32_t i = 0; b->c->n_stack && i < b->weights.n; i++) /* of an earlier turn */
         if (((const rf_plan_weight *)b->weights.items)[i].tensor == t.index)
@@ -9010,7 +9124,7 @@ static rfi_weight rfi_bind_wanted(rfi_builder *b, const rfi_wanted *want) {
 /* Bind a tensor [n_rows, n_in] (a vector: n_rows 1). Absent: RF_NONE, and an error unless optional. */
 static rfi_weight rfi_bind(rfi_builder *b, const char *name, uint64_t n_in, uint64_t n_rows, int optional,
                            const char *also) {
-    const rfi_wanted want = {name, n_in, n_rows, 0, optional, also, 0};
+    const rfi_wanted want = {name, n_in, n_rows, 0, optional, also, 0, 0};
     return rfi_bind_wanted(b, &want);
 }
 
@@ -9036,7 +9150,7 @@ static rfi_weight rfi_bind_matrix(rfi_builder *b, const char *name, uint64_t n_i
 
 /* The matrices of all experts, [n_experts, n_rows, n_in]; n_rows 0: their vectors [n_experts, n_in], optional. */
 static rfi_weight rfi_bind_experts(rfi_builder *b, const char *name, uint64_t n_in, uint64_t n_rows) {
-    const rfi_wanted want = {name, n_in, n_rows, b->c->moe.n_experts, n_rows == 0, NULL, 0};
+    const rfi_wanted want = {name, n_in, n_rows, b->c->moe.n_experts, n_rows == 0, NULL, 0, 0};
     return rfi_bind_wanted(b, &want);
 }
 
@@ -9044,7 +9158,7 @@ static rfi_weight rfi_bind_experts(rfi_builder *b, const char *name, uint64_t n_
 static rfi_weight rfi_bind_heads(rfi_builder *b, const char *name, uint64_t n_in, uint64_t n_rows, uint64_t n_heads) {
     char full[64];
     snprintf(full, sizeof full, "%s.weight", name);
-    const rfi_wanted want = {full, n_in, n_rows, n_heads, 0, NULL, 1};
+    const rfi_wanted want = {full, n_in, n_rows, n_heads, 0, NULL, 1, 0};
     char scale[64];
     snprintf(scale, sizeof scale, "%s.scale", name);
     if (b->result == RF_OK && rfi_has(b, scale))
@@ -9064,7 +9178,7 @@ static uint32_t rfi_push_state(rfi_builder *b, const rf_plan_state *state) {
 
 static uint32_t rfi_state(rfi_builder *b, const rfi_layer_config *l) {
     return rfi_push_state(b, &(rf_plan_state){(uint32_t)b->layer, l->n_kv_heads, l->head_dim,
-                                              b->c->arch->mla ? 0 : l->head_dim_v, l->window, 0});
+                                              b->c->arch->mla ? 0 : l->head_dim_v, l->window, 0, 0});
 }
 
 static uint32_t rfi_recurrent_state(rfi_builder *b, uint64_t width) {
@@ -9104,7 +9218,8 @@ static rf_op *rfi_emit_norm(rfi_builder *b, uint32_t out, uint32_t in, const cha
         rfi_weight_name(b, weight, full, sizeof full);
         if (each) rf_gguf_find_tensor(b->g, full, &t, NULL);
         const int flat = each && t.ne[0] == n * n_groups;
-        const rfi_wanted vectors = {weight, flat ? n * n_groups : n, (uint64_t)flat, flat ? 0 : n_groups, 0, NULL, 0};
+        const rfi_wanted vectors = {.name = weight, .n_in = flat ? n * n_groups : n, .n_rows = (uint64_t)flat,
+                                    .n_experts = flat ? 0 : n_groups};
         w = each ? rfi_bind_wanted(b, &vectors).id : rfi_bind_vector(b, weight, n);
         w_bias = each ? RF_NONE : rfi_bind_optional(b, bias, n);
     }
@@ -9186,9 +9301,18 @@ static rfi_rope rfi_rope_table(rfi_builder *b, const rfi_rope_config *r) {
         }
         table[i] = rfi_rope_rotates(c, i) ? (float)(theta * keep) : 0;
     }
-    if (yarn && f > 1 && !c->arch->mla)
+    if (yarn && f > 1 && !c->arch->mla && !c->arch->compressed)
         rope.magnitude *= (float)((0.1 * log(f) + 1) / (0.1 * c->yarn_log_multiplier * log(f) + 1));
     return rope;
+}
+
+/* The rope that undoes another. */
+static rfi_rope rfi_rope_back(rfi_builder *b, const rfi_rope *rope) {
+    rfi_rope back = *rope;
+    back.table = b->tables.n;
+    float *table = (float *)rfi_array_push(b, &b->tables, rope->n_rot / 2, sizeof *table);
+    for (uint32_t i = 0; table && i < rope->n_rot / 2; i++) table[i] = -((float *)b->tables.items)[rope->table + i];
+    return back;
 }
 
 /* ---- the decoder ---- */
@@ -9261,6 +9385,7 @@ typedef struct rfi_decoder {
     RFI_BUFFERS(RFI_BUFFER_ID)
 #undef RFI_BUFFER_ID
     rfi_rope rope, swa_rope;
+    rfi_rope back, swa_back;      /* compressed: what undoes them                                            */
     uint32_t slopes;              /* ALiBi: index of the table; RF_NONE: none                                */
     uint32_t relative_bias, buckets; /* slot of attn_rel_b, or RF_NONE; index of the table of buckets        */
 } rfi_decoder;
@@ -9456,12 +9581,33 @@ static void rfi_emit_attention_gate(rfi_builder *b, const rfi_decoder *d, const 
     rfi_emit_glu(b, d->att, d->q_gate, n, RF_ACT_NONE)->glu.repeat = l->head_dim_v;
 }
 
+/* Store a row of n values in a cache of its own, of every so many positions the last one's. Returns its state. */
+static uint32_t rfi_emit_row(rfi_builder *b, uint32_t in, uint32_t n, uint32_t unit) {
+    const uint32_t state = rfi_push_state(
+        b, &(rf_plan_state){.layer = (uint32_t)b->layer, .n_kv_heads = 1, .head_dim = n, .unit = unit});
+    rf_op *op = rfi_op(b, RF_OP_KV_STORE, RF_NONE, in);
+    op->state = state;
+    op->kv_store = (rf_kv_store_params){1, n, 0};
+    return state;
+}
+
+/* listed = INDEX of index_q and the keys in a state. */
+static void rfi_emit_list(rfi_builder *b, const rfi_decoder *d, uint32_t state, uint32_t weights, uint32_t flags) {
+    const rfi_indexer_config *x = &b->c->indexer;
+    rf_op *op = rfi_op(b, RF_OP_INDEX, d->listed, d->index_q);
+    op->in2 = weights;
+    op->state = state;
+    op->flags = flags;
+    const uint32_t n_lists = b->c->arch->indexer == RFI_INDEX_BLOCKS ? x->n_heads : 1;
+    op->index = (rf_index_params){x->n_heads, x->head_dim, n_lists, x->n_listed, x->unit, x->n_local};
+}
+
 /* The list of positions, or blocks of them, that attention reads: INDEX, after its keys are stored. Queries come from
  * `from`, of n_from values. */
 static void rfi_emit_index(rfi_builder *b, const rfi_decoder *d, uint32_t in, uint32_t from, uint32_t n_from) {
     const rfi_indexer_config *x = &b->c->indexer;
-    const int own_lists = b->c->arch->indexer == RFI_INDEX_BLOCKS, pooled = b->c->arch->indexer == RFI_INDEX_POOLED,
-              blocks = own_lists || pooled;
+    const int pooled = b->c->arch->indexer == RFI_INDEX_POOLED,
+              blocks = b->c->arch->indexer == RFI_INDEX_BLOCKS || pooled;
     const uint32_t n_q = x->n_heads * x->head_dim, turn = b->c->arch->indexer == RFI_INDEX_SHARED ? 0
                                                           : b->c->arch->indexer == RFI_INDEX_LAST  ? RF_OP_LAST
                                                                                                    : RF_OP_NEOX;
@@ -9482,21 +9628,12 @@ static void rfi_emit_index(rfi_builder *b, const rfi_decoder *d, uint32_t in, ui
     op = rfi_emit_rope(b, d->index_k, 1, x->head_dim, &d->rope);
     op->flags = turn;
     if (pooled) op->rope.shift = 1 - (int32_t)x->unit; /* to the block's first position */
-    const rf_plan_state keys = {.layer = (uint32_t)b->layer, .n_kv_heads = 1, .head_dim = x->head_dim};
-    const uint32_t state = rfi_push_state(b, &keys);
-    op = rfi_op(b, RF_OP_KV_STORE, RF_NONE, d->index_k);
-    op->state = state;
-    op->kv_store = (rf_kv_store_params){1, x->head_dim, 0};
+    const uint32_t state = rfi_emit_row(b, d->index_k, x->head_dim, pooled ? x->unit : 0);
     if (!blocks) {
         w = rfi_bind_matrix(b, "indexer.proj", b->c->n_embd, x->n_heads, NULL);
         rfi_emit_matmul(b, d->index_weights, in, w, x->n_heads, 0);
     }
-    op = rfi_op(b, RF_OP_INDEX, d->listed, d->index_q);
-    op->in2 = blocks ? RF_NONE : d->index_weights;
-    op->state = state;
-    op->flags = pooled ? RF_OP_LAST : 0;
-    const uint32_t n_lists = own_lists ? x->n_heads : 1;
-    op->index = (rf_index_params){x->n_heads, x->head_dim, n_lists, x->n_listed, x->unit, x->n_local};
+    rfi_emit_list(b, d, state, blocks ? RF_NONE : d->index_weights, pooled ? RF_OP_LAST : 0);
 }
 
 /* x += Wo attention(rope(q), rope(k), v), with q, k, v from `in` */
@@ -9580,6 +9717,97 @@ static void rfi_emit_mla(rfi_builder *b, const rfi_decoder *d, const rfi_layer_c
     decompressed.head_dim_v = a->head_dim_v;
     if (c->arch->attn_gate) rfi_emit_attention_gate(b, d, &decompressed, in);
     rfi_emit_residual(b, d, d->att, (uint64_t)l->n_heads * a->head_dim_v, "attn_output", "post_attention_norm");
+}
+
+/* ---- attention to a window and to compressed blocks before it (DeepSeek-V4) ---- */
+
+/* Store out = rope(norm(COMPRESS of NAME_kv in)), n values, for each block. Returns the state. */
+static uint32_t rfi_emit_blocks(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in,
+                                const char *name, uint32_t out, uint32_t n) {
+    const int overlap = l->ratio == RFI_OVERLAP_RATIO;
+    const uint32_t n_all = n << overlap;
+    char full[64];
+    snprintf(full, sizeof full, "%s_kv", name); /* gate and up are free until the FFN */
+    rfi_emit_matmul(b, d->up, in, rfi_bind_matrix(b, full, b->c->n_embd, n_all, NULL), n_all, 0);
+    snprintf(full, sizeof full, "%s_gate", name);
+    rfi_emit_matmul(b, d->gate, in, rfi_bind_matrix(b, full, b->c->n_embd, n_all, NULL), n_all, 0);
+    snprintf(full, sizeof full, "%s_ape.weight", name);
+    const rfi_weight positions = rfi_bind(b, full, n_all, l->ratio, 0, NULL);
+    rf_op *op = rfi_op(b, RF_OP_COMPRESS, out, d->up);
+    op->in2 = d->gate;
+    op->weight = positions.id;
+    op->compress = (rf_compress_params){n, l->ratio, (uint32_t)overlap};
+    op->state = rfi_recurrent_state(b, rf_compress_width(&op->compress));
+    snprintf(full, sizeof full, "%s_norm", name);
+    rfi_emit_norm(b, out, out, full, n, 1, 0);
+    op = rfi_emit_rope(b, out, 1, n, &d->rope);
+    op->flags = RF_OP_LAST;
+    op->rope.shift = 1 - (int32_t)l->ratio; /* to the block's first position */
+    return rfi_emit_row(b, out, n, l->ratio);
+}
+
+/* attn_output_a: the rows of all groups, as one matrix or one for each. */
+static rfi_weight rfi_bind_groups(rfi_builder *b, uint32_t n_in) {
+    static const char name[] = "attn_output_a";
+    const rfi_config *c = b->c;
+    rf_tensor_info t = {.ne = {0}};
+    char full[64];
+    rfi_weight_name(b, "attn_output_a.weight", full, sizeof full);
+    rf_gguf_find_tensor(b->g, full, &t, NULL);
+    if (t.ne[2] > 1) return rfi_bind_heads(b, name, n_in, c->out_rank, c->n_out_groups);
+    return rfi_bind(b, "attn_output_a.weight", n_in, (uint64_t)c->n_out_groups * c->out_rank, 0, NULL);
+}
+
+/* x += Wb of each group's Wa times its heads of back(attention(rope(norm(q)), k)), k = rope(norm(Wkv in)) also the
+ * values, which back rotates back. */
+static void rfi_emit_compressed(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l, uint32_t in) {
+    const rfi_config *c = b->c;
+    const rfi_indexer_config *x = &c->indexer;
+    const rfi_rope *rope = l->swa ? &d->swa_rope : &d->rope, *back = l->swa ? &d->swa_back : &d->back;
+    const uint32_t dim = l->head_dim, n = l->n_heads * dim, n_lora = c->mla.q_lora_rank, n_q = x->n_heads * x->head_dim,
+                   n_group = n / c->n_out_groups, n_out = c->n_out_groups * c->out_rank;
+    const int lists = l->indexes && x->n_listed;
+    rfi_emit_matmul(b, d->q_lora, in, rfi_bind_matrix(b, "attn_q_a", c->n_embd, n_lora, NULL), n_lora, 0);
+    rfi_emit_matmul(b, d->k, in, rfi_bind_matrix(b, "attn_kv", c->n_embd, dim, NULL), dim, 0);
+    rfi_emit_norm(b, d->q_lora, d->q_lora, "attn_q_a_norm", n_lora, 1, 0);
+    rfi_emit_matmul(b, d->q, d->q_lora, rfi_bind_matrix(b, "attn_q_b", n_lora, n, NULL), n, 0);
+    rfi_emit_norm(b, d->q, d->q, NULL, dim, l->n_heads, 0);
+    rfi_emit_norm(b, d->k, d->k, "attn_kv_a_norm", dim, 1, 0);
+    rfi_emit_rope(b, d->q, l->n_heads, dim, rope)->flags = RF_OP_LAST;
+    rfi_emit_rope(b, d->k, 1, dim, rope)->flags = RF_OP_LAST;
+    const uint32_t blocks = l->ratio ? rfi_emit_blocks(b, d, l, in, "attn_compressor", d->v, dim) : 0;
+    if (lists) {
+        rfi_emit_matmul(b, d->index_q, d->q_lora, rfi_bind_matrix(b, "indexer.attn_q_b", n_lora, n_q, NULL), n_q, 0);
+        rfi_emit_rope(b, d->index_q, x->n_heads, x->head_dim, rope)->flags = RF_OP_LAST;
+        const uint32_t keys = rfi_emit_blocks(b, d, l, in, "indexer_compressor", d->index_k, x->head_dim);
+        const rfi_weight w = rfi_bind_matrix(b, "indexer.proj", c->n_embd, x->n_heads, NULL);
+        rfi_emit_matmul(b, d->index_weights, in, w, x->n_heads, 0);
+        rfi_emit_list(b, d, keys, d->index_weights, RF_OP_LAST);
+    }
+    const uint32_t sinks = rfi_bind_vector(b, "attn_sinks.weight", l->n_heads),
+                   raw = rfi_push_state(b, &(rf_plan_state){(uint32_t)b->layer, 1, dim, 0, l->window, 0, 0});
+    rf_op *op = rfi_op(b, RF_OP_KV_STORE, RF_NONE, d->k);
+    op->flags = RF_OP_MLA;
+    op->state = raw;
+    op->kv_store = (rf_kv_store_params){1, dim, dim};
+    op = rfi_op(b, RF_OP_ATTENTION, d->att, d->q);
+    op->flags = RF_OP_MLA;
+    op->in2 = lists ? d->listed : RF_NONE;
+    op->state = raw;
+    op->weight = sinks;
+    op->attention = (rf_attention_params){.n_heads = l->n_heads, .n_kv_heads = 1, .head_dim = dim, .head_dim_v = dim,
+                                          .window = l->window, .slopes = RF_NONE, .scale = (float)(1 / sqrt(dim)),
+                                          .block_unit = l->ratio, .blocks = blocks};
+    if (lists) {
+        op->attention.n_lists = 1;
+        op->attention.n_listed = x->n_listed;
+        op->attention.list_unit = x->unit;
+        op->attention.n_dense = (uint32_t)x->n_ctx_dense;
+    }
+    rfi_emit_rope(b, d->att, l->n_heads, dim, back)->flags = RF_OP_LAST;
+    const rf_heads_params heads = {c->n_out_groups, n_group, n_group, c->out_rank, 0, c->out_rank};
+    rfi_emit_heads(b, d->mla_v, d->att, rfi_bind_groups(b, n_group).id, &heads, 0);
+    rfi_emit_residual(b, d, d->mla_v, n_out, "attn_output_b", "");
 }
 
 /* ---- recurrent layers ---- */
@@ -9908,7 +10136,8 @@ static void rfi_emit_choice(rfi_builder *b, const rfi_decoder *d, uint32_t bias,
     op->bias = bias;
     op->flags = (m->gating == RFI_GATING_SIGMOID  ? RF_OP_SIGMOID
                  : m->gating == RFI_GATING_CHOSEN ? RF_OP_CHOSEN
-                                                  : 0) |
+                 : m->gating == RFI_GATING_SQRT_SOFTPLUS ? RF_OP_SQRT_SOFTPLUS
+                                                         : 0) |
                 (m->normalize ? RF_OP_NORMALIZE : 0);
     op->route = (rf_route_params){n_experts, n_used, m->n_groups, m->n_groups_used, (float)m->scale};
 }
@@ -9917,6 +10146,13 @@ static void rfi_emit_choice(rfi_builder *b, const rfi_decoder *d, uint32_t bias,
 static void rfi_emit_route(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
     const rfi_moe_config *m = &b->c->moe;
     if (!b->c->arch->moe->raw_router) rfi_emit_router(b, d, in);
+    if (b->layer < (int32_t)m->n_hash) {
+        const rfi_wanted want = {"ffn_gate_tid2eid.weight", m->n_used, b->c->n_vocab, 0, 0, NULL, 0, 1};
+        const uint32_t ids = rfi_bind_wanted(b, &want).id;
+        rfi_emit_choice(b, d, RF_NONE, m->n_experts, m->n_used);
+        if (b->result == RF_OK) ((rf_op *)b->ops.items)[b->ops.n - 1].factor = ids;
+        return;
+    }
     const char *bias = rfi_has(b, "exp_probs_b") ? "exp_probs_b" : "exp_probs_b.bias"; /* some have no suffix */
     rfi_emit_choice(b, d, rfi_bind_optional(b, bias, m->n_experts), m->n_experts, m->n_used);
 }
@@ -10023,7 +10259,7 @@ static void rfi_emit_value_experts(rfi_builder *b, const rfi_decoder *d, uint32_
     rfi_weight w = rfi_bind(b, "attn_v_gate.weight", c->n_embd, n_experts, 0, NULL);
     rfi_emit_matmul(b, d->router, in, w, n_experts, 0);
     rfi_emit_choice(b, d, rfi_bind_optional(b, "attn_v_gate.bias", n_experts), n_experts, n_used);
-    const rfi_wanted want = {"attn_v_exps.weight", c->n_embd, n, n_experts, 0, NULL, 0};
+    const rfi_wanted want = {"attn_v_exps.weight", c->n_embd, n, n_experts, 0, NULL, 0, 0};
     const uint32_t values = rfi_bind_wanted(b, &want).id;
     rf_op *op = rfi_op(b, RF_OP_EXPERTS, d->gates, in);
     op->in2 = d->route;
@@ -10235,7 +10471,7 @@ static void rfi_emit_mixed_streams(rfi_builder *b, const rfi_decoder *d, const c
     const rfi_config *c = b->c;
     const int is_output = b->layer == (int32_t)c->n_layers;
     const uint32_t n = c->n_streams, all = n * c->n_embd,
-                   n_parts = is_output ? 1 : c->arch->hyper == RFI_HYPER_MATRIX ? 3 : 2;
+                   n_parts = is_output ? 1 : c->arch->hyper >= RFI_HYPER_MATRIX ? 3 : 2;
     const rf_hyper_params params = {n, n_parts, (float)c->stream_magnitude, (float)c->stream_eps, c->stream_rounds};
     const uint32_t n_in = (uint32_t)rf_hyper_inputs(&params);
     char full[48];
@@ -10282,7 +10518,7 @@ static void rfi_emit_ngrams(rfi_builder *b, const rfi_decoder *d) {
 /* A layer with hyper-connections: attention and FFN each read a sum of the streams and add to all of them. */
 static void rfi_emit_hyper_layer(rfi_builder *b, const rfi_decoder *d, const rfi_layer_config *l) {
     const rfi_config *c = b->c;
-    const int mixed = c->arch->hyper != RFI_HYPER_GATED, matrix = c->arch->hyper == RFI_HYPER_MATRIX;
+    const int mixed = c->arch->hyper != RFI_HYPER_GATED, matrix = c->arch->hyper >= RFI_HYPER_MATRIX;
     if (c->ngram.n_heads && (uint32_t)b->layer == c->ngram.layer) rfi_emit_ngrams(b, d);
     for (int ffn = 0; ffn < 2; ffn++) {
         const char *name = ffn ? "hc_ffn" : "hc_attn";
@@ -10296,6 +10532,7 @@ static void rfi_emit_hyper_layer(rfi_builder *b, const rfi_decoder *d, const rfi
         else if (l->recurrent && c->recurrent.kind == RFI_KDA) rfi_emit_kda(b, d, d->xn);
         else if (l->recurrent) rfi_emit_delta(b, d, d->xn);
         else if (c->arch->mla) rfi_emit_mla(b, d, l, d->xn);
+        else if (c->arch->compressed) rfi_emit_compressed(b, d, l, d->xn);
         else rfi_emit_attention(b, d, l, d->xn);
         rf_op *op = rfi_emit_spread(b, d->wide, d->x, d->inject, RF_NONE, RF_OP_ACCUMULATE);
         if (mixed) continue;
@@ -10497,6 +10734,7 @@ static void rfi_emit_rope_tables(rfi_builder *b, rfi_decoder *d) {
         d->swa_rope = rfi_rope_table(b, swa);
     d->rope.freqs = rfi_bind_optional(b, "rope_freqs.weight", c->arch->half_rot ? swa->n_rot / 2 : half);
     if (!c->arch->swa_heads) d->swa_rope.freqs = d->rope.freqs;
+    if (c->arch->compressed) d->back = rfi_rope_back(b, &d->rope), d->swa_back = rfi_rope_back(b, &d->swa_rope);
     if (!c->arch->longrope || d->rope.freqs != RF_NONE) return;
     d->rope.freqs = rfi_bind_optional(b, "rope_factors_short.weight", half);
     d->rope.long_freqs = rfi_bind(b, "rope_factors_long.weight", half, 1, d->rope.freqs == RF_NONE, NULL).id;
@@ -10598,7 +10836,8 @@ static void rfi_emit_decoder(rfi_builder *b) {
     d.slopes = c->alibi != 0 ? rfi_slope_table(b) : RF_NONE;
     rfi_emit_relative_bias(b, &d);
     if (c->n_layer_input) rfi_emit_layer_inputs(b, &d);
-    const int altup = c->arch->hyper == RFI_HYPER_ALTUP, mixed = c->arch->hyper == RFI_HYPER_MIXED;
+    const int altup = c->arch->hyper == RFI_HYPER_ALTUP,
+              mixed = c->arch->hyper == RFI_HYPER_MIXED || c->arch->hyper == RFI_HYPER_MATRIX;
     if (altup) rfi_emit_altup_streams(b, &d);
     else if (c->n_streams) rfi_emit_spread(b, d.wide, d.x, RF_NONE, RF_NONE, 0);
     if (c->n_stack) rfi_emit_cycles(b, &d);
@@ -10611,7 +10850,7 @@ static void rfi_emit_decoder(rfi_builder *b) {
     b->layer = (int32_t)c->n_layers;
     if (altup) rfi_emit_altup_mean(b, &d);
     else if (mixed) rfi_emit_mixed_streams(b, &d, "output_hc", NULL);
-    else if (c->arch->hyper == RFI_HYPER_MATRIX)
+    else if (c->arch->hyper == RFI_HYPER_MEAN)
         rfi_emit_mix(b, d.xn, d.wide, RF_NONE, c->n_streams, 0)->mix.scale = 1 / (float)c->n_streams;
     else if (c->n_streams) rfi_emit_gather_streams(b, &d, "output_hc");
     const uint32_t n_kept = c->residual_block ? (c->n_layers - 1) / c->residual_block + 1 : 0,
@@ -10685,6 +10924,7 @@ static void rfi_emit_mtp(rfi_builder *b) {
 static const rfi_moe_arch rfi_moe_qwen3 = {.gating = RFI_GATING_SOFTMAX, .normalize = 1, .n_ff_is_ff = 2};
 static const rfi_moe_arch rfi_moe_mellum = {
     .gating = RFI_GATING_SOFTMAX, .normalize = 1, .keys = RFI_ALL_KEYS, .n_ff_is_ff = 2};
+static const rfi_moe_arch rfi_moe_deepseek4 = {.gating = RFI_GATING_SQRT_SOFTPLUS, .keys = RFI_ALL_KEYS, .shared = 1};
 static const rfi_moe_arch rfi_moe_glm4 = {
     .gating = RFI_GATING_SIGMOID, .keys = RFI_ALL_KEYS, .n_ff_is_ff = 2, .dense_lead = 1, .shared = 1};
 static const rfi_moe_arch rfi_moe_granite = {
@@ -10913,13 +11153,15 @@ static const rfi_arch rfi_archs[] = {
     {.name = "dots3note", .attn_gate = RF_ACT_SIGMOID, .mla = 1, .swa_period = 4, .indexer = RFI_INDEX_EACH,
      .moe = &rfi_moe_deepseek2},
     {.name = "deepseek32", .mla = 1, .indexer = RFI_INDEX_EACH, .moe = &rfi_moe_deepseek2},
+    {.name = "deepseek4", .hyper = RFI_HYPER_MATRIX, .compressed = 1, .swiglu_limit = RF_ACT_SILU_MIN,
+     .indexer = RFI_INDEX_COMPRESSED, .moe = &rfi_moe_deepseek4},
     {.name = "glm-dsa", .mla = 1, .indexer = RFI_INDEX_SHARED, .moe = &rfi_moe_glm4},
     {.name = "minimax-m3", .qk_norm = 1, .rope_neox = 1, .activation = RF_ACT_OAI, .indexer = RFI_INDEX_BLOCKS,
      .moe = &rfi_moe_glm4},
     {.name = "kimi-linear", .mla = 1, .no_rope_period = 1, .moe = &rfi_moe_kimi, .recurrent = &rfi_kda},
     {.name = "kimi-k3", .mla = 1, .no_rope_period = 1, .attn_gate = RF_ACT_SIGMOID, .attn_gate_optional = 1,
      .swiglu_limit = RF_ACT_SITU, .moe = &rfi_moe_kimi3, .recurrent = &rfi_kda},
-    {.name = "glm5-next", .hyper = RFI_HYPER_MATRIX, .mla = 1, .no_rope_period = 1, .indexer = RFI_INDEX_NONE,
+    {.name = "glm5-next", .hyper = RFI_HYPER_MEAN, .mla = 1, .no_rope_period = 1, .indexer = RFI_INDEX_NONE,
      .moe = &rfi_moe_glm4, .recurrent = &rfi_glm5_kda},
     {.name = "bailingmoe3", .rope_neox = 1, .attn_gate = RF_ACT_SIGMOID, .mla = 1, .swiglu_limit = RF_ACT_MIN_SILU,
      .moe = &rfi_moe_bailing2, .recurrent = &rfi_kda},
@@ -11011,7 +11253,7 @@ static void rfi_size_buffers(rfi_builder *b) {
 static int rfi_tensor_is_ignored(const rfi_builder *b, rf_string name) {
     static const char *const starts[] = {"a.", "cls.", "dense_2.", "dense_3.", "mm.", "v."};
     static const char *const ends[] = {".input_scale", ".attn_rot_embd.weight"};
-    static const char indexer[] = "indexer.";
+    static const char indexer[] = "indexer"; /* indexer. and indexer_ */
     uint64_t layer = 0, i = 4;
     for (uint32_t j = 0; j < RFI_COUNT(starts); j++)
         if (name.len > strlen(starts[j]) && memcmp(name.data, starts[j], strlen(starts[j])) == 0) return 1;
@@ -11028,8 +11270,7 @@ static int rfi_tensor_is_ignored(const rfi_builder *b, rf_string name) {
         (memcmp(name.data + i, ".attn_k", 7) == 0 || memcmp(name.data + i, ".attn_v", 7) == 0))
         return 1; /* it reads the keys and values of an earlier layer */
     if (b->c->arch->indexer && name.len - i > sizeof indexer &&
-        (memcmp(name.data + i + 1, indexer, sizeof indexer - 1) == 0 ||
-         (b->c->arch->indexer == RFI_INDEX_NONE && memcmp(name.data + i + 1, "indexer_", sizeof indexer - 1) == 0)))
+        memcmp(name.data + i + 1, indexer, sizeof indexer - 1) == 0)
         return b->c->indexer.n_listed == 0 || !b->c->layers[layer].indexes; /* it would choose all, or none reads it */
     return rfi_tensor_is_idle(b, (rf_string){name.data + i + 1, name.len - i - 1});
 }
@@ -11167,9 +11408,10 @@ typedef struct rfi_attention {
     uint32_t cache_type;     /* rf_cache_type                                                                  */
     uint32_t n_tokens;
     uint32_t n_pos;          /* positions the first token attends to, itself included; token t: n_pos + t      */
+    uint32_t unit;           /* positions of a cell, which a token sees when they are complete                 */
     uint32_t n_all;          /* positions of the sequence if it attends to all of them; 0: not                 */
-    const int32_t *list;     /* blocks of list_unit positions that a token (n_tokens 1) attends to; NULL: all  */
-    uint32_t list_unit, n_listed; /* n_listed: positions in these blocks                                       */
+    const int32_t *list;     /* blocks of list_unit cells that a token (n_tokens 1) attends to; NULL: all      */
+    uint32_t list_unit, n_listed; /* n_listed: cells in these blocks                                           */
     const float *bias;       /* [n_buckets][bias_stride] added to scores, by buckets[distance]; NULL: none     */
     const float *buckets;    /* [RF_DISTANCES]                                                                 */
     uint32_t n_buckets, bias_stride;
@@ -11184,6 +11426,7 @@ typedef struct rfi_attention {
     uint32_t v_rest;         /* trailing elements of v's rows that are no values (MLA); out leaves them out    */
     float *out;              /* [n_tokens][out_stride], [n_group][head_dim_v - v_rest]                         */
     uint64_t out_stride;
+    const struct rfi_attention *blocks; /* more keys and values of the same softmax; NULL: none                */
 } rfi_attention;
 
 #define RFI_ATTENTION_COLS  128u /* queries that share a pass over keys and values; n_group if that is more        */
@@ -11624,7 +11867,7 @@ typedef struct rfi_span {
 
 /* The part of positions [pos, pos + n) that token t of the pass attends to, relative to pos; may be empty. */
 static rfi_span rfi_attention_sees(const rfi_attention_pass *p, uint32_t t, uint32_t pos, uint32_t n) {
-    const uint32_t all = p->a->n_all, own = p->n_pos + t, window = p->a->window, half = window / 2;
+    const uint32_t all = p->a->n_all, own = (p->n_pos + t) / p->a->unit, window = p->a->window, half = window / 2;
     const uint32_t end = p->a->list ? p->a->n_listed
                          : !all     ? own
                          : window   ? (uint32_t)rfi_min_u64(all, (uint64_t)own + half)
@@ -11730,6 +11973,15 @@ static float rfi_attention_temperature(const rfi_attention *a, uint32_t pos) {
     return (float)(1 + (double)a->temperature * log(1 + floor((double)pos / a->temperature_length)));
 }
 
+/* All positions, or cells of blocks, that the pass attends to. */
+static void rfi_attention_over(const rfi_kernels *k, const rfi_attention_pass *p) {
+    const rfi_attention *a = p->a;
+    const uint32_t n_pos = a->list ? a->n_listed : a->n_all ? a->n_all : (p->n_pos + p->n_tokens - 1) / a->unit;
+    uint32_t pos = rfi_attention_sees(p, 0, 0, n_pos).begin / RFI_ATTENTION_BLOCK * RFI_ATTENTION_BLOCK;
+    for (; pos < n_pos; pos += RFI_ATTENTION_BLOCK)
+        rfi_attention_block(k, p, pos, (uint32_t)rfi_min_u64(RFI_ATTENTION_BLOCK, n_pos - pos));
+}
+
 static void rfi_attention_run(const rfi_kernels *k, const rfi_attention *a) {
     const uint32_t step = rfi_attention_tokens(a->n_group), n_max = step * a->n_group;
     rfi_attention_pass p = {.a = a, .q = a->scratch};
@@ -11752,10 +12004,7 @@ static void rfi_attention_run(const rfi_kernels *k, const rfi_attention *a) {
             p.top[c] = a->sinks ? a->sinks[c % a->n_group] : -HUGE_VALF;
             p.sum[c] = a->sinks ? 1 : 0;
         }
-        const uint32_t n_pos = a->list ? a->n_listed : a->n_all ? a->n_all : p.n_pos + p.n_tokens - 1;
-        uint32_t pos = rfi_attention_sees(&p, 0, 0, n_pos).begin / RFI_ATTENTION_BLOCK * RFI_ATTENTION_BLOCK;
-        for (; pos < n_pos; pos += RFI_ATTENTION_BLOCK)
-            rfi_attention_block(k, &p, pos, (uint32_t)rfi_min_u64(RFI_ATTENTION_BLOCK, n_pos - pos));
+        for (p.a = a; p.a; p.a = p.a->blocks) rfi_attention_over(k, &p);
         for (uint32_t c = 0; c < p.n_cols; c++) {
             const uint32_t n_out = a->head_dim_v - a->v_rest;
             float *out = a->out + (t + c / a->n_group) * a->out_stride + (uint64_t)(c % a->n_group) * n_out;
@@ -14313,22 +14562,28 @@ static void rfi_route_softmax(const float *x, uint32_t n, float *p) {
     for (uint32_t i = 0; i < n; i++) p[i] /= sum;
 }
 
-/* One row of ROUTE. bias may be NULL. */
-static void rfi_route_row(const rf_op *op, const float *logits, const float *bias, int32_t *ids, float *weights) {
+/* log(1 + e^x) */
+static float rfi_softplus(float x) { return x > 20.0f ? x : log1pf(rfi_exp(x)); }
+
+/* One row of ROUTE. bias may be NULL; fixed: the experts of its token, or NULL. */
+static void rfi_route_row(const rf_op *op, const float *logits, const float *bias, const int32_t *fixed, int32_t *ids,
+                          float *weights) {
     const uint32_t n = op->route.n_experts, n_used = op->route.n_used;
     float p[RF_MAX_EXPERTS], score[RF_MAX_EXPERTS], sum = 0;
     uint8_t taken[RF_MAX_EXPERTS] = {0};
     if (op->flags & RF_OP_SIGMOID)
         for (uint32_t i = 0; i < n; i++) p[i] = 1.0f / (1.0f + rfi_exp(-logits[i]));
+    else if (op->flags & RF_OP_SQRT_SOFTPLUS)
+        for (uint32_t i = 0; i < n; i++) p[i] = sqrtf(rfi_softplus(logits[i]));
     else if (op->flags & RF_OP_CHOSEN) memcpy(p, logits, n * sizeof *p);
     else rfi_route_softmax(logits, n, p);
     for (uint32_t i = 0; i < n; i++) score[i] = bias ? p[i] + bias[i] : p[i];
     if (op->route.n_groups > 1) rfi_route_groups(op, score, taken);
     for (uint32_t k = 0; k < n_used; k++) {
-        const uint32_t id = rfi_route_best(score, taken, n);
+        const uint32_t want = fixed ? (uint32_t)fixed[k] : rfi_route_best(score, taken, n), id = want < n ? want : 0;
         taken[id] = 1;
         ids[k] = (int32_t)id;
-        weights[k] = p[id];
+        weights[k] = want < n ? p[id] : NAN;
     }
     if (op->flags & RF_OP_CHOSEN) rfi_route_softmax(weights, n_used, weights);
     for (uint32_t k = 0; k < n_used; k++) sum += weights[k];
@@ -14656,9 +14911,11 @@ static void rfi_cpu_kv_store(void *ctx, uint32_t chunk, uint32_t thread) {
     const rf_op *op = o->op;
     const rf_kv_store_params *par = &op->kv_store;
     const rf_step_row *row = &o->step->rows[chunk];
-    const uint32_t pos = (uint32_t)row->pos % rf_state_cells(&o->p->bind, op->state);
+    const uint32_t unit = rf_state_unit(&o->p->plan->states[op->state]),
+                   pos = (uint32_t)row->pos / unit % rf_state_cells(&o->p->bind, op->state);
     const int latent = (op->flags & RF_OP_MLA) != 0;
     RFI_UNUSED(thread);
+    if (((uint32_t)row->pos + 1) % unit) return;
     for (int second = 0; second < (o->in2 ? 2 : 1); second++) { /* keys, then values; of MLA the key's two parts */
         const uint32_t first_dim = latent ? par->head_dim_v : par->head_dim,
                        dim = !second ? first_dim : latent ? par->head_dim - first_dim : par->head_dim_v,
@@ -14696,17 +14953,18 @@ static int rfi_cpu_is_listed(const rfi_cpu_op *o, const rf_step_row *row) {
     return o->in2 && (uint32_t)row->pos >= o->op->attention.n_dense;
 }
 
-/* Let an attention read the list of a row. */
+/* Let an attention read the list of a row: what is complete of it. */
 static void rfi_cpu_use_list(const rfi_cpu_op *o, uint32_t row, uint32_t head, rfi_attention *a) {
     const rf_attention_params *par = &o->op->attention;
     uint32_t n = 0;
     a->list = (const int32_t *)(const void *)(o->in2 + row * o->in2_width) +
               (uint64_t)(head % par->n_lists) * par->n_listed;
-    a->list_unit = par->list_unit;
-    while (n < par->n_listed && a->list[n] >= 0) n++;
+    a->list_unit = par->list_unit / a->unit;
+    const uint32_t n_cells = a->n_pos / a->unit;
+    while (n < par->n_listed && a->list[n] >= 0 && (uint64_t)(uint32_t)a->list[n] * a->list_unit < n_cells) n++;
     if (n == 0) return;
-    const uint32_t last = (uint32_t)a->list[n - 1] * par->list_unit;
-    a->n_listed = (n - 1) * par->list_unit + (uint32_t)rfi_min_u64(par->list_unit, a->n_pos - last);
+    const uint32_t last = (uint32_t)a->list[n - 1] * a->list_unit;
+    a->n_listed = (n - 1) * a->list_unit + (uint32_t)rfi_min_u64(a->list_unit, n_cells - last);
 }
 
 /* A chunk is one KV head with some of its query heads, for some rows; consecutive rows of a sequence share one pass
@@ -14737,6 +14995,7 @@ static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
             .cache_type = o->p->bind.cache_type,
             .n_tokens = n,
             .n_pos = (uint32_t)row->pos + 1,
+            .unit = 1,
             .n_group = (uint32_t)rfi_min_u64(most, group - first),
             .head_dim = par->head_dim,
             .head_dim_v = latent ? par->head_dim : par->head_dim_v,
@@ -14758,7 +15017,15 @@ static void rfi_cpu_attention(void *ctx, uint32_t chunk, uint32_t thread) {
             .out = o->out + r * o->out_width + (uint64_t)q_head * par->head_dim_v,
             .out_stride = o->out_width,
         };
-        if (listed) rfi_cpu_use_list(o, r, head, &a);
+        rfi_attention blocks = a;
+        if (par->block_unit) {
+            blocks.k = blocks.v = rfi_cpu_state(o->p, par->blocks, 0, row->seq, head);
+            blocks.n_cells = rf_state_cells(&o->p->bind, par->blocks);
+            blocks.unit = par->block_unit;
+            blocks.window = 0;
+            a.blocks = &blocks;
+        }
+        if (listed) rfi_cpu_use_list(o, r, head, par->block_unit ? &blocks : &a);
         rfi_attention_run(o->k, &a);
     }
 }
@@ -14805,7 +15072,7 @@ static void rfi_cpu_index_score(void *ctx, uint32_t chunk, uint32_t thread) {
     if (n == 0 || rfi_index_blocks(o->op, (uint32_t)row->pos + 1, &n_best) == n_best) return;
     for (uint32_t i = 0; i < n; i++)
         rfi_cache_row(o->k, p->bind.cache_type, cells + (uint64_t)i * par->head_dim,
-                      keys + ((uint64_t)(first + i) * step + step - 1) % n_cells * row_bytes, par->head_dim);
+                      keys + (uint64_t)(first + i) % n_cells * row_bytes, par->head_dim);
     o->k->scores[1](cells, n, par->head_dim, o->in + r * o->in_width, par->n_heads, scores);
     for (uint32_t list = 0; list < par->n_lists; list++) {
         uint32_t *out = rfi_index_keys(o, r, list) + first;
@@ -15093,8 +15360,54 @@ static void rfi_cpu_conv(void *ctx, uint32_t chunk, uint32_t thread) {
     }
 }
 
-/* log(1 + e^x) */
-static float rfi_softplus(float x) { return x > 20.0f ? x : log1pf(rfi_exp(x)); }
+/* A running softmax of n channels: its maximum, the sum of weights, the weighted sum, each so many floats after the one
+ * before. Nothing is in it while the sum is 0. */
+static void rfi_compress_clear(float *s, uint64_t stride, uint32_t n) {
+    for (uint32_t i = 0; i < 3; i++) memset(s + i * stride, 0, n * sizeof *s);
+}
+
+/* Adds to a channel's softmax one that has a maximum, a sum of weights and a weighted sum. */
+static void rfi_compress_add(float *s, uint64_t stride, float max, float sum, float y) {
+    const float top = s[stride] > 0 && !(max > s[0]) ? s[0] : max,
+                keep = s[stride] > 0 ? rfi_exp(s[0] - top) : 0, take = rfi_exp(max - top);
+    s[0] = top;
+    s[stride] = s[stride] * keep + sum * take;
+    s[2 * stride] = s[2 * stride] * keep + y * take;
+}
+
+/* A chunk is a block of channels, for all rows of one sequence. */
+static void rfi_cpu_compress(void *ctx, uint32_t chunk, uint32_t thread) {
+    const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
+    const rf_compress_params *par = &o->op->compress;
+    const uint32_t n_blocks = (par->n + RFI_CONV_BLOCK - 1) / RFI_CONV_BLOCK, first = o->p->firsts[chunk / n_blocks],
+                   c0 = chunk % n_blocks * RFI_CONV_BLOCK, n = (uint32_t)rfi_min_u64(RFI_CONV_BLOCK, par->n - c0),
+                   parts = par->overlap ? 9 : 3, second = par->overlap ? par->n : 0;
+    const uint64_t m = RFI_CONV_BLOCK;
+    const rf_step_row *rows = o->step->rows;
+    float *own = o->p->scratch + thread * o->p->scratch_stride, *next = own + 3 * m, *before = next + 3 * m;
+    for (uint32_t i = 0; i < parts; i++)
+        if (rows[first].from) memcpy(own + i * m, rfi_cpu_slot(o, rows[first].from) + i * par->n + c0, n * sizeof *own);
+        else memset(own + i * m, 0, n * sizeof *own);
+    for (uint32_t r = first; r < o->n_rows; r++) {
+        if (rows[r].seq != rows[first].seq) continue;
+        const uint32_t place = (uint32_t)rows[r].pos % par->unit;
+        const float *in = o->in + r * o->in_width + c0, *scores = o->in2 + r * o->in2_width + c0,
+                    *add = o->vector + (uint64_t)place * (second + par->n) + c0;
+        float *out = o->out + r * o->out_width + c0;
+        if (place == 0 && second) memcpy(before, next, 3 * m * sizeof *next);
+        if (place == 0) rfi_compress_clear(own, m, n);
+        if (place == 0 && second) rfi_compress_clear(next, m, n);
+        for (uint32_t c = 0; c < n; c++) {
+            rfi_compress_add(own + c, m, scores[second + c] + add[second + c], 1, in[second + c]);
+            if (second) rfi_compress_add(next + c, m, scores[c] + add[c], 1, in[c]);
+            float all[3] = {own[c], own[m + c], own[2 * m + c]};
+            if (second && before[m + c] > 0) rfi_compress_add(all, 1, before[c], before[m + c], before[2 * m + c]);
+            out[c] = all[2] / all[1];
+        }
+        for (uint32_t i = 0; rows[r].to && i < parts; i++)
+            memcpy(rfi_cpu_slot(o, rows[r].to) + i * par->n + c0, own + i * m, n * sizeof *own);
+    }
+}
 
 static uint64_t rfi_delta_scratch(const rf_op *op) {
     return (op->delta.head_dim + 1ull) * op->delta.head_dim_v + op->delta.head_dim;
@@ -15207,7 +15520,12 @@ static void rfi_cpu_route(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     float *out = o->out + chunk * o->out_width;
     RFI_UNUSED(thread);
-    rfi_route_row(o->op, o->in + chunk * o->in_width, o->vector, (int32_t *)(void *)out, out + o->op->route.n_used);
+    const int32_t token = o->step->rows[chunk].token, *ids = NULL;
+    if (o->op->factor != RF_NONE && token >= 0)
+        ids = (const int32_t *)(const void *)rfi_cpu_weight(o->p, o->op->factor, 0) +
+              (uint64_t)(uint32_t)token * o->op->route.n_used;
+    rfi_route_row(o->op, o->in + chunk * o->in_width, o->vector, ids, (int32_t *)(void *)out,
+                  out + o->op->route.n_used);
 }
 
 /* The k-th chosen expert of a ROUTE's output row. */
@@ -15463,6 +15781,12 @@ static void rfi_cpu_run_conv(rfi_cpu_op *o) {
     rfi_pool_run(&o->p->dev->pool, rfi_cpu_conv, o, o->p->n_firsts * n_blocks);
 }
 
+static void rfi_cpu_run_compress(rfi_cpu_op *o) {
+    const rf_compress_params *par = &o->op->compress;
+    o->vector = rfi_cpu_vector(o->p, o->op->weight, 0, par->unit * (par->overlap ? 2 : 1) * par->n, 0);
+    rfi_pool_run(&o->p->dev->pool, rfi_cpu_compress, o, o->p->n_firsts * ((par->n - 1) / RFI_CONV_BLOCK + 1));
+}
+
 static void rfi_cpu_run_delta(rfi_cpu_op *o) {
     o->in3 = rfi_cpu_buffer(o->p, o->step, o->op->in3, &o->in3_width);
     o->vector = rfi_cpu_vector(o->p, o->op->weight, 0, o->op->delta.n_heads, 0);
@@ -15554,6 +15878,7 @@ static void rfi_cpu_run_op(rfi_cpu_plan *p, uint32_t index, const rf_step *step)
     case RF_OP_CONV: rfi_cpu_run_conv(&o); break;
     case RF_OP_DELTA: rfi_cpu_run_delta(&o); break;
     case RF_OP_SCAN: rfi_cpu_run_scan(&o); break;
+    case RF_OP_COMPRESS: rfi_cpu_run_compress(&o); break;
     case RF_OP_SLICE: rfi_pool_run(pool, rfi_cpu_slice, &o, o.n_rows); break;
     case RF_OP_INDEX: rfi_cpu_run_index(&o); break;
     case RF_OP_MATCH: rfi_pool_run(pool, rfi_cpu_match, &o, o.n_rows); break;
@@ -15817,7 +16142,7 @@ static rf_result rfi_cpu_op_supported(rf_dev *d, const rf_plan *plan, const rf_o
     const rf_op_spec spec = rf_op_get_spec(plan, op);
     for (uint32_t k = 0; k < spec.n_weights; k++) {
         const rf_plan_weight *w = &plan->weights[spec.weight[k].id];
-        if (!RF_TYPE_IS_BUILT(w->type))
+        if (!RF_TYPE_IS_BUILT(w->type) && !rf_op_reads_ids(op, &spec.weight[k]))
             return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "cpu: %s is of type %s, which is not among ROCMFORGE_TYPES",
                             w->name, rf_type_get(w->type).name);
     }
@@ -15917,6 +16242,7 @@ static void rfi_cpu_measure_op(const rf_plan *plan, const rf_op *op, rfi_cpu_nee
     if (op->kind == RF_OP_HEADS && op->flags & RF_OP_ACROSS) scratch = RFI_ACROSS_COLS * (op->heads.n_in + 1ull);
     if (op->kind == RF_OP_DELTA) scratch = rfi_delta_scratch(op);
     if (op->kind == RF_OP_SCAN) scratch = rfi_scan_scratch(op);
+    if (op->kind == RF_OP_COMPRESS) scratch = 9 * RFI_CONV_BLOCK;
     need->recurrent |= spec.state_width != 0;
     if (op->kind == RF_OP_ATTENTION) {
         const rf_attention_params *a = &op->attention;
@@ -17687,7 +18013,9 @@ static const rf_allocator *rfi_session_allocator(const rf_session *s) { return r
 /* Snapshot slots of a sequence: those that it keeps, and three that are in use: the state before the eval in progress,
  * the one before its micro-batch, and the one that this leaves. */
 static uint32_t rfi_session_n_slots(const rf_model *m, const rf_session_desc *d) {
-    return m->config.recurrent.kind && !m->config.is_mtp ? d->n_snapshots + 3 : 0;
+    for (uint32_t i = 0; i < m->plan.n_states; i++)
+        if (m->plan.states[i].width) return d->n_snapshots + 3;
+    return 0;
 }
 
 static rf_result rfi_session_resolve(const rf_model *m, const rf_session_desc *desc, rf_session_desc *out,
@@ -17726,7 +18054,7 @@ static rf_result rfi_session_resolve(const rf_model *m, const rf_session_desc *d
 static uint32_t rfi_session_state_cells(const rf_session_desc *d, const rf_plan_state *s) {
     const uint64_t needed = (uint64_t)s->window + d->n_batch - 1;
     const uint64_t n = (needed + RF_STATE_CELLS - 1) / RF_STATE_CELLS * RF_STATE_CELLS;
-    return s->window == 0 || d->swa_full || n >= d->n_ctx ? d->n_ctx : (uint32_t)n;
+    return s->window == 0 || d->swa_full || n >= d->n_ctx ? rf_state_cells_of(s, d->n_ctx) : (uint32_t)n;
 }
 
 /* Rows that the device can draw tokens from; 0: none. */
@@ -18663,7 +18991,8 @@ static rf_result rfi_eval_batch(rf_session *s, const rf_token_row *rows, uint32_
 static void rfi_session_raise_min_keep(rf_session *s, uint32_t seq, uint32_t end) {
     for (uint32_t i = 0; i < s->m->plan.n_states; i++) {
         const uint32_t n_cells = s->state_cells[i], window = s->m->plan.states[i].window;
-        if (end > n_cells) s->min_keep[seq] = (uint32_t)rfi_max_u64(s->min_keep[seq], end - n_cells + window - 1);
+        if (window && end > n_cells)
+            s->min_keep[seq] = (uint32_t)rfi_max_u64(s->min_keep[seq], end - n_cells + window - 1);
     }
 }
 
@@ -18902,7 +19231,8 @@ ROCMFORGE_API rf_result rf_session_copy(rf_session *s, int32_t src, int32_t dst,
             uint64_t row;
             const rf_mem_at to = {&s->state, rfi_state_head(s, i, dst, h, &row)},
                             from = {&s->state, rfi_state_head(s, i, src, h, &row)};
-            r = api->mem_copy(s->queue, to, from, rfi_min_u64(n, s->state_cells[i]) * row, &ticket, err);
+            r = api->mem_copy(s->queue, to, from, rfi_min_u64(n / rf_state_unit(st), s->state_cells[i]) * row, &ticket,
+                              err);
             if (r != RF_OK) return r;
         }
     }
@@ -19171,6 +19501,7 @@ static uint64_t rfi_plan_hash(const rf_plan *p) {
         const rf_plan_state *st = &p->states[i];
         const uint32_t shape[6] = {st->layer, st->n_kv_heads, st->head_dim, st->head_dim_v, st->window, st->width};
         h = rfi_hash_bytes(h, shape, sizeof shape);
+        if (st->unit > 1) h = rfi_hash_bytes(h, &st->unit, sizeof st->unit);
     }
     for (uint32_t i = 0; i < p->n_ops; i++) /* keys were rotated by the factors that the session chose */
         if (p->ops[i].kind == RF_OP_ROPE && p->ops[i].factor != RF_NONE) {
@@ -19193,7 +19524,7 @@ static rfi_saved rfi_saved_header(const rf_session *s, uint32_t n_tokens, uint32
                    .shapes = rfi_plan_hash(p), .total_bytes = sizeof h + 4 * (uint64_t)n_tokens + 8};
     snprintf(h.arch, sizeof h.arch, "%s", s->m->config.arch->name);
     for (const rf_plan_state *st = p->states; st < p->states + p->n_states; st++) {
-        const uint64_t cells = (uint64_t)(n_tokens - rfi_saved_first(&h, st)) * st->n_kv_heads;
+        const uint64_t n = (n_tokens - rfi_saved_first(&h, st)) / rf_state_unit(st), cells = n * st->n_kv_heads;
         if (n_tokens) h.total_bytes += 4ull * st->width;
         h.total_bytes += cells * (rfi_state_row_bytes(s, st, 0) + rfi_state_row_bytes(s, st, 1));
     }
@@ -19246,7 +19577,7 @@ static rf_result rfi_saving_bytes(rfi_saving *w, uint64_t offset, uint64_t n_byt
 }
 
 /* Move the rows of some positions of one head, whose cells begin at an offset. In order of position: of those that
- * share a cell of this session's ring the last one stays. */
+ * share a cell of this session's ring the last one stays. Without a window positions are counted in cells. */
 static rf_result rfi_saving_head(rfi_saving *w, uint64_t offset, uint64_t row, uint32_t n_cells, rfi_span positions) {
     rf_result r = RF_OK;
     for (uint32_t n, pos = positions.begin; r == RF_OK && pos < positions.end; pos += n) {
@@ -19269,7 +19600,7 @@ static rf_result rfi_saving_body(rfi_saving *w, int32_t seq, const rfi_saved *he
                          p->n_vocab - 1);
     for (uint32_t i = 0; r == RF_OK && i < p->n_states; i++) {
         const rf_plan_state *st = &p->states[i];
-        const rfi_span positions = {rfi_saved_first(header, st), n};
+        const rfi_span positions = {rfi_saved_first(header, st), n / rf_state_unit(st)};
         if (st->width && n) r = rfi_saving_bytes(w, rfi_snapshot_offset(s, i, slot), 4ull * st->width);
         for (uint32_t h = 0; r == RF_OK && h < st->n_kv_heads * 2; h++) {
             uint64_t row, at = rfi_state_head(s, i, seq, h, &row);

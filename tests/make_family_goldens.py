@@ -116,7 +116,7 @@ def write_gguf(m):
     data = b''
     for name, t in m.tensors.items():
         out += text(name) + struct.pack('<I', t.ndim) + b''.join(struct.pack('<Q', n) for n in t.shape[::-1])
-        out += struct.pack('<IQ', {'float32': 0, 'float16': 1}[t.dtype.name], len(data))
+        out += struct.pack('<IQ', {'float32': 0, 'float16': 1, 'int32': 26}[t.dtype.name], len(data))
         data += t.tobytes() + b'\0' * (-t.nbytes % 32)
     return out + b'\0' * (-len(out) % 32) + data
 
@@ -1281,10 +1281,10 @@ def make_olmo3():
     return m, forward
 
 
-def yarn_factors(m):
+def yarn_factors(m, base=None):
     """what divides the angles of each pair. Pairs that turn less than once in the original context are interpolated,
     those that turn 32 times or more are not, and those between in part"""
-    n_rot, base = m.get('rope.dimension_count'), m.get('rope.freq_base')
+    n_rot, base = m.get('rope.dimension_count'), base or m.get('rope.freq_base')
     factor, context = m.get('rope.scaling.factor'), m.get('rope.scaling.original_context_length')
 
     def pair_that_turns(times): return n_rot * np.log(context / (times * 2.0 * np.pi)) / (2.0 * np.log(base))
@@ -2351,6 +2351,27 @@ def put_kimi_delta(m, b, a):
     m.weight(b + 'attn_output', N_EMBD, 32, gain=1.5)
 
 
+def put_mixed_streams(m, b):
+    """what makes the weights of four streams"""
+    for part in ('attn', 'ffn'):
+        m.norm(b + part + '_norm', N_EMBD)
+        m.weight(b + 'hc_%s_fn' % part, 24, 4 * N_EMBD, gain=1.5)
+        m.vector(b + 'hc_%s_base.weight' % part, 24, spread=0.5)
+        m.vector(b + 'hc_%s_scale.weight' % part, 3, mean=1.0, spread=0.4)
+
+
+def through_streams(m, b, x, part, f):
+    """x [T, 4, n_embd] after f of a weighted sum of its streams has been given back to them, and a matrix has mixed them whose
+    rows and columns nearly add up to 1"""
+    eps, name = m.get('hyper_connection.epsilon'), b + 'hc_' + part
+    y, base = linear(m, name + '_fn', rms(x.reshape(len(x), -1), 2e-3)), m.at(name + '_base.weight')
+    take, give, mix = (y[:, i:j] * s + base[i:j] for (i, j), s in zip(((0, 4), (4, 8), (8, 24)), m.at(name + '_scale.weight')))
+    c = softmax(mix.reshape(-1, 4, 4)) + eps  # of each token [from][to]
+    for line in range(2 * m.get('hyper_connection.sinkhorn_iterations') - 1): c = c / (c.sum(1 + line % 2, keepdims=True) + eps)
+    out = f(rms_norm(m, b + part + '_norm', ((sigmoid(take) + eps)[:, :, None] * x).sum(1)))
+    return 2 * sigmoid(give)[:, :, None] * out[:, None] + np.einsum('nft,nfd->ntd', c, x)
+
+
 def put_kimi_ffn(m, il):
     """a dense first layer, then six experts beside a shared one"""
     if il == 0: return put_ffn(m, il, 40)
@@ -2377,11 +2398,7 @@ def make_glm5_next():
     put_embeddings(m)
     for il in range(3):
         b = 'blk.%d.' % il
-        for part in ('attn', 'ffn'):
-            m.norm(b + part + '_norm', N_EMBD)
-            m.weight(b + 'hc_%s_fn' % part, 24, n_s * N_EMBD, gain=1.5)
-            m.vector(b + 'hc_%s_base.weight' % part, 24, spread=0.5)
-            m.vector(b + 'hc_%s_scale.weight' % part, 3, mean=1.0, spread=0.4)
+        put_mixed_streams(m, b)
         if il == 1:
             m.norm(b + 'attn_q_a_norm', 20)
             m.norm(b + 'attn_kv_a_norm', 24)
@@ -2392,13 +2409,6 @@ def make_glm5_next():
             m.weight(b + 'indexer_compressor_gate', 12, N_EMBD)
         else: put_kimi_delta(m, b, (-0.8, 0.1, (4,)))
         put_kimi_ffn(m, il)
-
-    def weights(m, name, x):
-        y, base = linear(m, name + '_fn', rms(x.reshape(len(x), -1), 2e-3)), m.at(name + '_base.weight')
-        take, give, mix = (y[:, i:j] * s + base[i:j] for (i, j), s in zip(((0, 4), (4, 8), (8, 24)), m.at(name + '_scale.weight')))
-        c = softmax(mix.reshape(-1, 4, 4)) + eps  # of each token [from][to]
-        for line in range(5): c = c / (c.sum(1 + line % 2, keepdims=True) + eps)
-        return sigmoid(take) + eps, 2 * sigmoid(give), c
 
     def kda(m, b, h):
         gate = linear(m, b + 'ssm_g_b', linear(m, b + 'ssm_g_a', h))
@@ -2417,12 +2427,117 @@ def make_glm5_next():
         x = np.repeat(m.at('token_embd.weight')[tokens][:, None], n_s, 1)
         for il in range(3):
             b = 'blk.%d.' % il
-            for part in ('attn', 'ffn'):
-                take, give, c = weights(m, b + 'hc_' + part, x)
-                h = rms_norm(m, b + part + '_norm', (take[:, :, None] * x).sum(1))
-                y = moe(m, il, h) if part == 'ffn' else (latent if il == 1 else kda)(m, b, h)
-                x = give[:, :, None] * y[:, None] + np.einsum('nft,nfd->ntd', c, x)
+            x = through_streams(m, b, x, 'attn', lambda h: (latent if il == 1 else kda)(m, b, h))
+            x = through_streams(m, b, x, 'ffn', lambda h: moe(m, il, h))
         return logits(m, rms_norm(m, 'output_norm', x.mean(1)))
+    return m, forward
+
+
+def make_deepseek4():
+    """Four residual streams, which a matrix mixes; one key of all heads, which is the value, too, in a window; before it layer
+    1 sees two of its overlapping blocks of four tokens, which an indexer chooses, and layer 2 all of its blocks of eight. A
+    block is its tokens' average, of each channel by itself, by scores that depend on the place. Heads turn back after
+    attention; groups of them are projected. The token chooses the experts of layer 0; their weights are square roots"""
+    m, ratios, base = Model('deepseek4', 'deepseek4'), [0, 4, 8], 400.0
+    common_keys(m, layers=3, n_head=4, n_kv=1, head_dim=16, n_ff=16, base=1000.0, n_rot=8)
+    m.i32s(attention__compress_ratios=ratios)
+    m.u32(attention__sliding_window=6, attention__q_lora_rank=20, attention__output_group_count=2, attention__output_lora_rank=12,
+          attention__indexer__head_count=3, attention__indexer__key_length=12, attention__indexer__top_k=2, expert_count=6,
+          expert_used_count=2, expert_feed_forward_length=16, expert_shared_count=1, expert_gating_func=4, hash_layer_count=1,
+          hyper_connection__count=4, hyper_connection__sinkhorn_iterations=3, rope__scaling__original_context_length=16)
+    m.f32(expert_weights_scale=1.5, hyper_connection__epsilon=0.01, attention__compress_rope_freq_base=base, rope__scaling__factor=4.0)
+    m.put('f32s', {'swiglu_clamp_exp': [0.0, 0.75, 0.5], 'swiglu_clamp_shexp': [0.5, 0.0, 0.75]})
+    m.text(rope__scaling__type='yarn')
+    m.flag(expert_weights_norm=True)
+    put_embeddings(m)
+    m.weight('output_hc_fn', 4, 4 * N_EMBD, gain=1.5)
+    m.vector('output_hc_base.weight', 4, spread=0.5)
+    m.vector('output_hc_scale.weight', 1, mean=1.0, spread=0.4)
+    for il, ratio in enumerate(ratios):
+        b = 'blk.%d.' % il
+        put_mixed_streams(m, b)
+        m.vector(b + 'attn_sinks.weight', 4)
+        m.norm(b + 'attn_q_a_norm', 20)
+        m.norm(b + 'attn_kv_a_norm', 16, mean=1.5)
+        for name, *shape in (('q_a', 20, N_EMBD), ('q_b', 64, 20), ('kv', 16, N_EMBD), ('output_a', 24, 32), ('output_b', N_EMBD, 24)):
+            m.weight(b + 'attn_' + name, *shape, gain=1.5)
+        for part, n in (('attn', 16), ('indexer', 12))[:0 if ratio == 0 else 2 if ratio == 4 else 1]:
+            n_all, name = n * (2 if ratio == 4 else 1), b + part + '_compressor_'
+            m.weight(name + 'kv', n_all, N_EMBD)
+            m.weight(name + 'gate', n_all, N_EMBD, gain=2.0)
+            m.vector(name + 'ape.weight', ratio, n_all, spread=1.0)
+            m.norm(name + 'norm', n, mean=1.5)
+        if ratio == 4:
+            m.weight(b + 'indexer.proj', 3, N_EMBD)
+            m.weight(b + 'indexer.attn_q_b', 36, 20, gain=1.5)
+        put_experts(m, il, 6, 16)
+        put_ffn(m, il, 16, '_shexp')
+        if il: m.vector(b + 'exp_probs_b.bias', 6, spread=0.2)
+        else:
+            ids = [np.argsort(random_words('experts of token %d' % t, 6))[:2] for t in range(N_VOCAB)]
+            m.tensors[b + 'ffn_gate_tid2eid.weight'] = np.array(ids, np.int32)
+
+    def turn(x, ratio, sign=1.0):
+        """the last eight values of a head"""
+        part = rope(x[..., -8:], 8, base if ratio else 1000.0, 'near', sign * (yarn_factors(m, base) if ratio else 1.0))
+        return np.concatenate([x[..., :-8], part], -1)
+
+    def blocks(m, name, h, ratio):
+        """[blocks, n]"""
+        n, places = len(h) // ratio, np.arange(len(h)) % ratio
+        value, score = (y[:n * ratio].reshape(n, ratio, -1) for y in (linear(m, name + 'kv', h), linear(m, name + 'gate', h) + m.at(name + 'ape.weight')[places]))
+        if ratio == 4:  # the first half counts in the next block
+            half = value.shape[2] // 2
+            value, score = (np.concatenate([np.concatenate([np.full((1, 4, half), none), y[:-1, :, :half]]), y[:, :, half:]], 1)
+                            for y, none in ((value, 0.0), (score, -np.inf)))
+        out = np.zeros((len(h), 1, value.shape[2]))
+        e = np.exp(score - score.max(1, keepdims=True))
+        out[0:n * ratio:ratio, 0] = rms_norm(m, name + 'norm', (e * value).sum(1) / e.sum(1))
+        return turn(out, ratio)[0:n * ratio:ratio, 0]
+
+    def attend(m, il, h):
+        b, ratio, n = 'blk.%d.' % il, ratios[il], len(h)
+        short = rms_norm(m, b + 'attn_q_a_norm', linear(m, b + 'attn_q_a', h))
+        q = turn(rms(heads(linear(m, b + 'attn_q_b', short), 4), 2e-3), ratio)
+        key = turn(rms_norm(m, b + 'attn_kv_a_norm', linear(m, b + 'attn_kv', h))[:, None], ratio)[:, 0]
+        age = np.arange(n)[:, None] - np.arange(n)[None, :]
+        seen = (age >= 0) & (age < 6)
+        if ratio:
+            key = np.concatenate([key, blocks(m, b + 'attn_compressor_', h, ratio)])
+            complete = np.arange(n // ratio)[None, :] < (np.arange(n)[:, None] + 1) // ratio
+            if ratio == 4:
+                index_q, index_k = turn(heads(linear(m, b + 'indexer.attn_q_b', short), 3), 4), blocks(m, b + 'indexer_compressor_', h, 4)
+                score = np.einsum('th,thb->tb', linear(m, b + 'indexer.proj', h), np.maximum(np.einsum('thd,bd->thb', index_q, index_k), 0.0))
+                complete = best_of_each(m, np.where(complete, score, -np.inf), 2)
+            seen = np.concatenate([seen, complete], 1)
+        score = np.where(seen[:, None], np.einsum('thd,kd->thk', q, key) / 4.0, -np.inf)
+        sinks = np.broadcast_to(m.at(b + 'attn_sinks.weight')[None, :, None], (n, 4, 1))
+        out = turn(np.einsum('thk,kd->thd', softmax(np.concatenate([score, sinks], 2))[:, :, :-1], key), ratio, -1.0)
+        groups = np.einsum('tgi,gri->tgr', out.reshape(n, 2, 32), m.at(b + 'attn_output_a.weight').reshape(2, 12, 32))
+        return linear(m, b + 'attn_output_b', groups.reshape(n, 24))
+
+    def moe(m, il, h, tokens):
+        b = 'blk.%d.' % il
+        probs = np.sqrt(np.logaddexp(0.0, linear(m, b + 'ffn_gate_inp', h)))
+        if il: w = choose_experts(m, probs, probs + m.at(b + 'exp_probs_b.bias'), True)
+        else:
+            w = np.where((m.tensors[b + 'ffn_gate_tid2eid.weight'][tokens][:, :, None] == np.arange(6)).any(1), probs, 0.0)
+            w = w / w.sum(-1, keepdims=True)
+
+        def limited(gate, up, limit):
+            return silu(np.minimum(gate, limit)) * np.clip(up, -limit, limit) if limit else silu(gate) * up
+        limits = [m.at_layer('swiglu_clamp_' + part, il) for part in ('exp', 'shexp')]
+        gate, up, down = (m.at(b + 'ffn_%s_exps.weight' % part) for part in ('gate', 'up', 'down'))
+        y = linear(m, b + 'ffn_down_shexp', limited(linear(m, b + 'ffn_gate_shexp', h), linear(m, b + 'ffn_up_shexp', h), limits[1]))
+        return y + sum(1.5 * w[:, e:e + 1] * (limited(h @ gate[e].T, h @ up[e].T, limits[0]) @ down[e].T) for e in range(6))
+
+    def forward(m, tokens):
+        x = np.repeat(m.at('token_embd.weight')[tokens][:, None], 4, 1)
+        for il in range(3):
+            x = through_streams(m, 'blk.%d.' % il, x, 'attn', lambda h: attend(m, il, h))
+            x = through_streams(m, 'blk.%d.' % il, x, 'ffn', lambda h: moe(m, il, h, tokens))
+        take = linear(m, 'output_hc_fn', rms(x.reshape(len(x), -1), 2e-3)) * m.at('output_hc_scale.weight') + m.at('output_hc_base.weight')
+        return logits(m, rms_norm(m, 'output_norm', ((sigmoid(take) + m.get('hyper_connection.epsilon'))[:, :, None] * x).sum(1)))
     return m, forward
 
 
@@ -2881,7 +2996,7 @@ FAMILIES = [make_mixtral, make_qwen2moe, make_olmoe, make_lfm2, make_lfm2moe, ma
             make_grovemoe, make_k2_horizon, make_talkie, make_mimo2, make_maple, make_qwen3vl, make_olmo,
             make_hunyuan_dense, make_jais, make_minicpm3, make_apertus, make_step35, make_deepseek32, make_glm_dsa,
             make_minimax_m3, make_nomic_bert, make_jina_bert_v3, make_modern_bert, make_modern_bert_silu,
-            make_kimi_k3, make_glm5_next, make_qwen4exp, make_dots3note, make_hy_v4,
+            make_kimi_k3, make_glm5_next, make_deepseek4, make_qwen4exp, make_dots3note, make_hy_v4,
             make_hrm_text, make_qwen35_mtp, make_qwen35moe_mtp, make_glm4moe_mtp, make_deepseek2_mtp, make_mimo2_mtp,
             make_step35_mtp, make_qwen3next_mtp, make_nemotron_h_moe_mtp]
 

@@ -28,7 +28,7 @@ static const char *const families[] = {
     "nemotron-h-moe",
     "afmoe", "laguna", "llama4", "arctic", "grok", "cohere2moe", "smallthinker", "grovemoe", "k2-horizon", "talkie",
     "mimo2", "maple", "qwen3vl", "olmo", "hunyuan-dense", "jais", "minicpm3", "apertus", "step35", "minimax-01",
-    "kimi-linear", "deepseek32", "glm-dsa", "minimax-m3", "kimi-k3", "glm5-next", "qwen4exp",
+    "kimi-linear", "deepseek32", "glm-dsa", "minimax-m3", "kimi-k3", "glm5-next", "deepseek4", "qwen4exp",
     "dots3note", "hy-v4", "hrm-text", "gemma3n", "qwen35-mtp", "qwen35moe-mtp",
     "glm4moe-mtp", "deepseek2-mtp", "mimo2-mtp", "step35-mtp", "qwen3next-mtp",
     "nemotron-h-moe-mtp"};
