@@ -1722,16 +1722,21 @@ struct rfk_store_args {
     const float *k, *v;
     void *k_state, *v_state;
     const rf_step_row *rows;
-    uint32_t k_stride, v_stride, n_kv_heads, head_dim, head_dim_v, n_cells;
+    uint32_t k_stride, v_stride, n_kv_heads, head_dim, head_dim_v, n_cells, unit;
 };
+/* The cell of a row's head; false if the row is not stored. */
+RFK_DEVICE bool rfk_find_cell(const rfk_store_args &a, const rf_step_row &row, uint32_t head, size_t *cell) {
+    *cell = ((size_t)row.seq * a.n_kv_heads + head) * a.n_cells + (uint32_t)row.pos / a.unit % a.n_cells;
+    return ((uint32_t)row.pos + 1) % a.unit == 0;
+}
 /* MLA: store keys of two parts, head_dim_v values of k and the rest of v.
  *   grid [ceil(heads * dk / 256), T]   block 256 */
 template <class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_latent_store(rfk_store_args a) {
     const uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x, head = i / a.head_dim, e = i % a.head_dim,
                    rest = a.head_dim - a.head_dim_v;
     if (head >= a.n_kv_heads) return;
-    const rf_step_row row = a.rows[blockIdx.y];
-    const size_t cell = ((size_t)row.seq * a.n_kv_heads + head) * a.n_cells + (uint32_t)row.pos % a.n_cells;
+    size_t cell;
+    if (!rfk_find_cell(a, a.rows[blockIdx.y], head, &cell)) return;
     const float x = e < a.head_dim_v
                         ? a.k[(size_t)blockIdx.y * a.k_stride + (size_t)head * a.head_dim_v + e]
                         : a.v[(size_t)blockIdx.y * a.v_stride + (size_t)head * rest + e - a.head_dim_v];
@@ -1742,12 +1747,12 @@ template <class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_latent_sto
  *   grid [ceil(heads * (dk + dv) / (256 * PER)), T]   block 256 */
 template <class KV, int PER> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_kv_store(rfk_store_args a) {
     uint32_t i = PER * (blockIdx.x * RFK_BLOCK + threadIdx.x), n_k = a.n_kv_heads * a.head_dim;
-    rf_step_row row = a.rows[blockIdx.y];
     bool key = i < n_k;
     uint32_t dim = key ? a.head_dim : a.head_dim_v;
     if (!key) i -= n_k;
     if (i >= a.n_kv_heads * dim) return;
-    size_t cell = ((size_t)row.seq * a.n_kv_heads + i / dim) * a.n_cells + (uint32_t)row.pos % a.n_cells;
+    size_t cell;
+    if (!rfk_find_cell(a, a.rows[blockIdx.y], i / dim, &cell)) return;
     const float *src = key ? a.k + (size_t)blockIdx.y * a.k_stride : a.v + (size_t)blockIdx.y * a.v_stride;
     KV *to = (KV *)(key ? a.k_state : a.v_state) + cell * dim + i % dim;
     if (PER == 1) {
@@ -1767,7 +1772,6 @@ template <int WAVE, bool LATENT> static __global__ void RFK_THREADS(RFK_BLOCK) r
     const uint32_t i = 4 * (blockIdx.x * RFK_BLOCK + threadIdx.x), n_k = a.n_kv_heads * a.head_dim;
     const bool key = LATENT || i < n_k, inside = i < n_k + (LATENT ? 0 : a.n_kv_heads * a.head_dim_v);
     const uint32_t at = key ? i : i - n_k, dim = key ? a.head_dim : a.head_dim_v, head = at / dim, e = at % dim;
-    const rf_step_row row = a.rows[blockIdx.y];
     const float *k = a.k + (size_t)blockIdx.y * a.k_stride, *v = a.v + (size_t)blockIdx.y * a.v_stride;
     const float *src = !LATENT           ? (key ? k : v) + at
                        : e < a.head_dim_v ? k + (size_t)head * a.head_dim_v + e
@@ -1776,8 +1780,8 @@ template <int WAVE, bool LATENT> static __global__ void RFK_THREADS(RFK_BLOCK) r
     for (uint32_t j = 0; inside && j < 4; j++) x[j] = src[j];
     int sum;
     const uint32_t packed = (uint32_t)rfk_quantize_lane<WAVE>(x, &d, &sum);
-    if (!inside) return;
-    const size_t cell = ((size_t)row.seq * a.n_kv_heads + head) * a.n_cells + (uint32_t)row.pos % a.n_cells;
+    size_t cell;
+    if (!inside || !rfk_find_cell(a, a.rows[blockIdx.y], head, &cell)) return;
     uint16_t *to = (uint16_t *)(void *)((uint8_t *)(key ? a.k_state : a.v_state) + cell * rfk_q8_bytes(dim));
     to[e / 2] = (uint16_t)(packed & 0xffff);
     to[e / 2 + 1] = (uint16_t)(packed >> 16);
@@ -2180,10 +2184,19 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_DRAW_BLOCK) rfk_draw(
 struct rfk_route_args {
     const float *logits;
     const uint8_t *bias; /* NULL: none */
+    const int32_t *fixed; /* [tokens, n_used] the experts of tokens; NULL: none */
+    const rf_step_row *rows;
     float *out;          /* [rows, 2, n_used] */
     uint32_t bias_type, in_stride, out_stride, n_experts, n_used, n_groups, n_groups_used, flags;
     float scale;
 };
+/* What a logit becomes before softmax's sum divides it. */
+RFK_DEVICE float rfk_route_value(uint32_t flags, float x, float top) {
+    if (flags & RF_OP_CHOSEN) return x;
+    if (flags & RF_OP_SIGMOID) return 1.0f / (1.0f + expf(-x));
+    if (flags & RF_OP_SQRT_SOFTPLUS) return sqrtf(x > 20.0f ? x : log1pf(expf(x)));
+    return expf(x - top);
+}
 struct rfk_route_shared {
     float p[RF_MAX_EXPERTS], score[RF_MAX_EXPERTS], group[RF_MAX_EXPERTS], weight[RF_MAX_EXPERTS];
     uint8_t taken[RF_MAX_EXPERTS], out[RF_MAX_EXPERTS]; /* out: groups that were taken */
@@ -2266,11 +2279,11 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_route(rfk_route
     RFK_SHARED(rfk_route_shared, s);
     const float *in = a.logits + (size_t)blockIdx.x * a.in_stride;
     float *out = a.out + (size_t)blockIdx.x * a.out_stride, top = -INFINITY, sum = 0;
-    const bool sigmoid = (a.flags & RF_OP_SIGMOID) != 0, softmax = !sigmoid && !(a.flags & RF_OP_CHOSEN);
+    const bool softmax = !(a.flags & (RF_OP_SIGMOID | RF_OP_SQRT_SOFTPLUS | RF_OP_CHOSEN));
     for (uint32_t i = threadIdx.x; i < a.n_experts; i += WAVE) top = in[i] > top ? in[i] : top;
     top = rfk_wave_max<WAVE>(top);
     for (uint32_t i = threadIdx.x; i < a.n_experts; i += WAVE) {
-        s.p[i] = softmax ? expf(in[i] - top) : sigmoid ? 1.0f / (1.0f + expf(-in[i])) : in[i];
+        s.p[i] = rfk_route_value(a.flags, in[i], top);
         sum += s.p[i];
     }
     sum = rfk_wave_sum<WAVE>(sum);
@@ -2281,12 +2294,15 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_route(rfk_route
     }
     __syncthreads();
     if (a.n_groups > 1) rfk_route_groups<WAVE>(s, a);
+    const int32_t token = a.fixed ? a.rows[blockIdx.x].token : -1;
     for (uint32_t k = 0; k < a.n_used; k++) {
-        uint32_t id = rfk_best<WAVE>(s.score, s.taken, a.n_experts);
+        const uint32_t want = token >= 0 ? (uint32_t)a.fixed[(size_t)token * a.n_used + k]
+                                         : rfk_best<WAVE>(s.score, s.taken, a.n_experts),
+                       id = want < a.n_experts ? want : 0;
         __syncthreads();
         if (threadIdx.x == 0) {
             s.taken[id] = 1;
-            s.weight[k] = s.p[id];
+            s.weight[k] = want < a.n_experts ? s.p[id] : NAN;
             reinterpret_cast<uint32_t *>(out)[k] = id;
         }
         __syncthreads();
@@ -2302,7 +2318,7 @@ RFK_DEVICE void rfk_choose(const rfk_route_args &a, uint32_t row, uint32_t *ids,
     const float *logits = a.logits + (size_t)row * a.in_stride;
     const int N = RFK_CHOOSE_FROM / WAVE;
     const uint32_t lane = threadIdx.x % WAVE;
-    const bool sigmoid = (a.flags & RF_OP_SIGMOID) != 0, softmax = !sigmoid && !(a.flags & RF_OP_CHOSEN);
+    const bool softmax = !(a.flags & (RF_OP_SIGMOID | RF_OP_SQRT_SOFTPLUS | RF_OP_CHOSEN));
     float p[N], top = -INFINITY, sum = 0;
     uint32_t key[N];
     RFK_UNROLL(8)
@@ -2314,7 +2330,7 @@ RFK_DEVICE void rfk_choose(const rfk_route_args &a, uint32_t row, uint32_t *ids,
     top = rfk_wave_max<WAVE>(top);
     RFK_UNROLL(8)
     for (int j = 0; j < N; j++) {
-        p[j] = softmax ? expf(p[j] - top) : sigmoid ? 1.0f / (1.0f + expf(-p[j])) : p[j];
+        p[j] = rfk_route_value(a.flags, p[j], top);
         if (lane + (uint32_t)j * WAVE < a.n_experts) sum += p[j];
     }
     sum = rfk_wave_sum<WAVE>(sum);
@@ -2727,6 +2743,65 @@ template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_sc
         RFK_UNROLL(64)
         for (uint32_t m = 0; m < DIM / lanes; m++)
             if (m * lanes + first < a.n_state) a.state[(row.to - 1) * width + at + m * step] = s[m];
+    }
+}
+
+/* RF_OP_COMPRESS: a running softmax a channel, as the CPU has it; a thread a channel.
+ *   grid [ceil(n / 256), sequences]   block 256   reads and writes every value once */
+struct rfk_compress_args {
+    const float *in, *scores;
+    const uint8_t *w; /* [unit][(1 + overlap) n] */
+    float *out, *state;
+    const rf_step_row *rows;
+    uint32_t w_type, in_stride, scores_stride, out_stride, n_rows, n, unit, overlap;
+};
+struct rfk_running_softmax {
+    float top, sum, y; /* sum 0: nothing is in it */
+};
+RFK_DEVICE void rfk_join_softmax(rfk_running_softmax &s, const rfk_running_softmax &more) {
+    const float top = s.sum > 0 && !(more.top > s.top) ? s.top : more.top, keep = s.sum > 0 ? expf(s.top - top) : 0.0f,
+                take = expf(more.top - top);
+    s.top = top;
+    s.sum = s.sum * keep + more.sum * take;
+    s.y = s.y * keep + more.y * take;
+}
+RFK_DEVICE void rfk_compress_state(const rfk_compress_args &a, uint32_t slot, uint32_t c, bool load,
+                                   rfk_running_softmax (&s)[3]) {
+    const uint32_t parts = a.overlap ? 3 : 1;
+    float *at = a.state + (size_t)(slot - 1) * 3 * parts * a.n + c;
+    RFK_UNROLL(3)
+    for (uint32_t i = 0; i < 3; i++) {
+        if (i >= parts) continue;
+        float *p = at + (size_t)3 * i * a.n;
+        if (load) s[i].top = p[0], s[i].sum = p[a.n], s[i].y = p[2 * (size_t)a.n];
+        else p[0] = s[i].top, p[a.n] = s[i].sum, p[2 * (size_t)a.n] = s[i].y;
+    }
+}
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_compress(rfk_compress_args a) {
+    const uint32_t c = blockIdx.x * RFK_BLOCK + threadIdx.x, second = a.overlap ? a.n : 0;
+    const rfk_running_softmax none = {0, 0, 0};
+    rfk_running_softmax s[3] = {none, none, none}; /* of the block, of first halves, of those before the block */
+    bool begun = false;
+    if (c >= a.n) return;
+    for (uint32_t t = 0; t < a.n_rows; t++) {
+        const rf_step_row row = a.rows[t];
+        if (row.seq != (int32_t)blockIdx.y) continue;
+        if (!begun && row.from) rfk_compress_state(a, row.from, c, true, s);
+        begun = true;
+        const uint32_t place = (uint32_t)row.pos % a.unit;
+        const float *in = a.in + (size_t)t * a.in_stride + c, *scores = a.scores + (size_t)t * a.scores_stride + c;
+        const size_t w = (size_t)place * (second + a.n) + c;
+        if (place == 0) s[2] = s[1], s[0] = s[1] = none;
+        const rfk_running_softmax own = {scores[second] + rfk_load_any(a.w, a.w_type, w + second), 1, in[second]};
+        rfk_join_softmax(s[0], own);
+        rfk_running_softmax all = s[0];
+        if (second) {
+            const rfk_running_softmax first = {scores[0] + rfk_load_any(a.w, a.w_type, w), 1, in[0]};
+            rfk_join_softmax(s[1], first);
+            if (s[2].sum > 0) rfk_join_softmax(all, s[2]);
+        }
+        a.out[(size_t)t * a.out_stride + c] = all.y / all.sum;
+        if (row.to) rfk_compress_state(a, row.to, c, false, s);
     }
 }
 
@@ -7209,9 +7284,11 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_attention(rfk_attention_args a
 struct rfk_any_attention_args {
     rfk_attention_args a;
     const int32_t *list;         /* [T][list_stride]; NULL: none                  */
+    const void *blocks;          /* as a.k, n_block_cells of them, of block_unit positions; NULL: none */
     const uint8_t *bias;         /* [n_buckets][n_heads]; NULL: none              */
     const float *buckets;
-    uint32_t bias_type, n_buckets, list_stride, n_lists, n_listed, list_unit, n_dense, both_ways;
+    uint32_t bias_type, n_buckets, list_stride, n_lists, n_listed, list_unit, n_dense, both_ways,
+        n_block_cells, block_unit;
 };
 struct rfk_any_attention_shared {
     float q[RFK_ANY_HEAD], p[RFK_BLOCK], parts[RFK_BLOCK];
@@ -7237,6 +7314,56 @@ RFK_DEVICE float rfk_distance_bias(const rfk_any_attention_args &x, uint32_t h, 
     const uint32_t bucket = (uint32_t)x.buckets[distance < RF_DISTANCES ? distance : RF_DISTANCES - 1];
     return v + rfk_load_any(x.bias, x.bias_type, (size_t)(bucket + after * (x.n_buckets / 2)) * x.a.n_heads + h);
 }
+/* Positions, or rows of blocks, that a query sees. */
+template <class KV> struct rfk_any_span {
+    const KV *k, *v;
+    const int32_t *list;       /* blocks of list_unit of them; NULL: all */
+    uint32_t begin, end, seen; /* of them, or of places in the list, which count if they name one below `seen` */
+    uint32_t list_unit, n_cells;
+};
+template <class KV> RFK_DEVICE uint32_t rfk_any_place(const rfk_any_span<KV> &r, uint32_t i) {
+    return r.list ? (uint32_t)r.list[i / r.list_unit] * r.list_unit + i % r.list_unit : i;
+}
+/* What all spans so far add up to; out: of two values a thread. */
+struct rfk_any_sums {
+    float largest, total, out[2];
+};
+template <class KV>
+RFK_DEVICE void rfk_any_attend(rfk_any_attention_shared &s, const rfk_any_attention_args &x, const rfk_any_span<KV> &r,
+                               uint32_t own, rfk_any_sums &sums) {
+    const rfk_attention_args &a = x.a;
+    const float heat = a.scale * rfk_temperature(a, (int32_t)own);
+    for (uint32_t first = r.begin; first < r.end; first += RFK_BLOCK) {
+        const uint32_t j = first + threadIdx.x, pos = j < r.end ? rfk_any_place(r, j) : r.seen;
+        float score = -INFINITY;
+        if (pos < r.seen) {
+            const KV *key = rfk_kv_row(r.k, pos % r.n_cells, a.head_dim);
+            score = 0;
+            for (uint32_t i = 0; i < a.head_dim; i++) score += s.q[i] * rfk_kv_value(key, a.head_dim, i);
+            score *= heat;
+            if (a.softcap != 0) score = a.softcap * tanhf(score / a.softcap);
+            score += rfk_distance_bias(x, blockIdx.y, own, pos);
+        }
+        const float now = fmaxf(sums.largest, rfk_block_join(s.parts, score, false)),
+                    keep = sums.largest == now ? 1.0f : expf(sums.largest - now),
+                    weight = score == -INFINITY ? 0.0f : expf(score - now);
+        sums.total = sums.total * keep + rfk_block_join(s.parts, weight, true);
+        sums.largest = now;
+        s.p[threadIdx.x] = weight;
+        __syncthreads();
+        const uint32_t n = r.end - first < RFK_BLOCK ? r.end - first : RFK_BLOCK;
+        for (uint32_t e = 0; e < 2; e++) {
+            const uint32_t d = threadIdx.x + e * RFK_BLOCK;
+            sums.out[e] *= keep;
+            for (uint32_t i = 0; d < a.head_dim_v && i < n; i++) {
+                if (s.p[i] == 0) continue;
+                const KV *value = rfk_kv_row(r.v, rfk_any_place(r, first + i) % r.n_cells, a.v_row);
+                sums.out[e] += s.p[i] * rfk_kv_value(value, a.v_row, d);
+            }
+        }
+        __syncthreads();
+    }
+}
 template <class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_any_attention(rfk_any_attention_args x) {
     const rfk_attention_args &a = x.a;
     RFK_SHARED(rfk_any_attention_shared, s);
@@ -7246,63 +7373,37 @@ template <class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_any_attent
     const int32_t *list = x.list && own >= x.n_dense
                               ? x.list + (size_t)row * x.list_stride + kv_head % x.n_lists * x.n_listed
                               : NULL;
-    uint32_t begin = 0, end = own + 1; /* of positions, or of places in the list */
+    rfk_any_span<KV> r = {NULL, NULL, NULL, 0, own + 1, own + 1, x.list_unit, a.n_cells};
+    uint32_t n_listed = 0;
     if (x.both_ways)
         for (uint32_t t = row; t < a.n_rows; t++)
-            if (a.rows[t].seq == at.seq) end = (uint32_t)a.rows[t].pos + 1;
+            if (a.rows[t].seq == at.seq) r.end = (uint32_t)a.rows[t].pos + 1;
     const uint32_t half = x.both_ways ? a.window / 2 : a.window - 1;
-    if (a.window && own > half) begin = own - half;
-    if (a.window && x.both_ways && end > own + half + 1) end = own + half + 1;
-    if (list) {
-        uint32_t n = 0;
-        while (n < x.n_listed && list[n] >= 0) n++;
-        begin = 0, end = n * x.list_unit;
-    }
-    const size_t cells = ((size_t)(uint32_t)at.seq * a.n_kv_heads + kv_head) * a.n_cells;
-    const KV *k = rfk_kv_row(static_cast<const KV *>(a.k), cells, a.head_dim),
-             *v = rfk_kv_row(static_cast<const KV *>(a.v), cells, a.v_row);
-    const float heat = a.scale * rfk_temperature(a, at.pos);
+    if (a.window && own > half) r.begin = own - half;
+    if (a.window && x.both_ways && r.end > own + half + 1) r.end = own + half + 1;
+    if (x.both_ways) r.seen = r.end;
+    while (list && n_listed < x.n_listed && list[n_listed] >= 0) n_listed++;
+    if (list && !x.blocks) r.list = list, r.begin = 0, r.end = n_listed * x.list_unit;
+    const size_t head = (size_t)(uint32_t)at.seq * a.n_kv_heads + kv_head;
+    r.k = rfk_kv_row(static_cast<const KV *>(a.k), head * a.n_cells, a.head_dim);
+    r.v = rfk_kv_row(static_cast<const KV *>(a.v), head * a.n_cells, a.v_row);
     for (uint32_t i = threadIdx.x; i < a.head_dim; i += RFK_BLOCK)
         s.q[i] = a.q[(size_t)row * a.q_stride + (size_t)h * a.head_dim + i];
-    float largest = a.sinks ? rfk_load_any(a.sinks, a.sinks_type, h) : -INFINITY, total = a.sinks ? 1.0f : 0.0f,
-          out[2] = {0, 0};
+    rfk_any_sums sums = {a.sinks ? rfk_load_any(a.sinks, a.sinks_type, h) : -INFINITY, a.sinks ? 1.0f : 0.0f, {0, 0}};
     __syncthreads();
-    for (uint32_t first = begin; first < end; first += RFK_BLOCK) {
-        const uint32_t j = first + threadIdx.x;
-        float score = -INFINITY;
-        const uint32_t pos = !list ? j : j < end ? (uint32_t)list[j / x.list_unit] * x.list_unit + j % x.list_unit : 0;
-        if (j < end && (!list || pos <= own)) {
-            const KV *key = rfk_kv_row(k, pos % a.n_cells, a.head_dim);
-            score = 0;
-            for (uint32_t i = 0; i < a.head_dim; i++) score += s.q[i] * rfk_kv_value(key, a.head_dim, i);
-            score *= heat;
-            if (a.softcap != 0) score = a.softcap * tanhf(score / a.softcap);
-            score += rfk_distance_bias(x, h, own, pos);
-        }
-        const float now = fmaxf(largest, rfk_block_join(s.parts, score, false)),
-                    keep = largest == now ? 1.0f : expf(largest - now),
-                    weight = score == -INFINITY ? 0.0f : expf(score - now);
-        total = total * keep + rfk_block_join(s.parts, weight, true);
-        largest = now;
-        s.p[threadIdx.x] = weight;
-        __syncthreads();
-        const uint32_t n = end - first < RFK_BLOCK ? end - first : RFK_BLOCK;
-        for (uint32_t e = 0; e < 2; e++) {
-            const uint32_t d = threadIdx.x + e * RFK_BLOCK;
-            out[e] *= keep;
-            for (uint32_t i = 0; d < a.head_dim_v && i < n; i++) {
-                if (s.p[i] == 0) continue;
-                const uint32_t at_i = first + i,
-                               p = list ? (uint32_t)list[at_i / x.list_unit] * x.list_unit + at_i % x.list_unit : at_i;
-                out[e] += s.p[i] * rfk_kv_value(rfk_kv_row(v, p % a.n_cells, a.v_row), a.v_row, d);
-            }
-        }
-        __syncthreads();
+    for (uint32_t turn = 0; turn < (x.blocks ? 2u : 1u); turn++) { /* one call: its code is there once */
+        rfk_any_attend(s, x, r, own, sums);
+        if (!x.blocks) break;
+        const KV *blocks = rfk_kv_row(static_cast<const KV *>(x.blocks), head * x.n_block_cells, a.head_dim);
+        const uint32_t seen = (own + 1) / x.block_unit;
+        const rfk_any_span<KV> of_blocks = {blocks, blocks, list, 0, list ? n_listed : seen, seen, 1, x.n_block_cells};
+        r = of_blocks;
     }
     for (uint32_t e = 0; e < 2; e++) {
         const uint32_t d = threadIdx.x + e * RFK_BLOCK;
         if (d < a.head_dim_v)
-            a.out[(size_t)row * a.out_stride + (size_t)h * a.head_dim_v + d] = total > 0 ? out[e] / total : 0.0f;
+            a.out[(size_t)row * a.out_stride + (size_t)h * a.head_dim_v + d] =
+                sums.total > 0 ? sums.out[e] / sums.total : 0.0f;
     }
 }
 
@@ -7507,8 +7608,8 @@ template <class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_index_scor
     if (first >= n || rfk_index_blocks(a, end, &n_best) <= n_best) return;
     const KV *keys = rfk_kv_row(static_cast<const KV *>(a.keys), (size_t)(uint32_t)row.seq * a.n_cells, a.head_dim);
     for (uint32_t i = threadIdx.x; i < RFK_INDEX_CELLS * a.head_dim; i += RFK_BLOCK) {
-        const uint32_t c = i / a.head_dim, at = first + c < n ? first + c : n - 1, pos = at * step + step - 1;
-        const KV *key = rfk_kv_row(keys, pos % a.n_cells, a.head_dim);
+        const uint32_t c = i / a.head_dim, at = first + c < n ? first + c : n - 1;
+        const KV *key = rfk_kv_row(keys, at % a.n_cells, a.head_dim);
         s.key[c][i % a.head_dim] = rfk_kv_value(key, a.head_dim, i % a.head_dim);
     }
     __syncthreads();
@@ -10168,7 +10269,7 @@ static rf_result rfk_weight_write(rf_table *t, rf_queue *q, const rf_weight_part
     const rf_plan_weight *w = rf_plan_weight_of(t->plan, slot);
     uint64_t row_bytes = rfk_row_bytes(w);
     int repack = rfk_packing_of(w->type).n_planes > 0;
-    if (!rfk_is_built(w->type))
+    if (!rfk_is_built(w->type) && w->type != RF_TYPE_I32)
         return rfk_fail(err, RF_ERR_UNSUPPORTED, 0, slot, "hip: %s is of type %s, which is not among ROCMFORGE_TYPES",
                         w->name, rfk_type_name(w->type));
     if (!mem || !mem->base || !src || n_rows == 0 || row0 >= w->n_rows || n_rows > w->n_rows - row0 ||
@@ -10222,6 +10323,8 @@ struct rfk_bound {
     uint32_t in_stride, in2_stride, in3_stride, out_stride;
     char *k, *v;       /* of its state; k alone for a recurrent one */
     uint32_t n_cells;  /* cells of a sequence */
+    char *blocks;      /* as k, of an attention's blocks; NULL: none */
+    uint32_t n_block_cells;
     uint32_t quantize;  /* matmul: quantize its input first; norm, glu: quantize the output for the next matmul */
     uint32_t together;  /* ops of one launch: this one and those after it */
     uint32_t only_int8; /* norm, glu: its output is only read as int8 or bf16 */
@@ -10376,7 +10479,7 @@ static rf_result rfk_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *o
     for (uint32_t i = 0; i < s.n_weights; i++) {
         const rf_plan_weight *w = &plan->weights[s.weight[i].id];
         char text[160];
-        if (rfk_is_built(w->type)) continue;
+        if (rfk_is_built(w->type) || rf_op_reads_ids(op, &s.weight[i])) continue;
         snprintf(text, sizeof text, "%.80s is of type %s, which is not among ROCMFORGE_TYPES", w->name,
                  rfk_type_name(w->type));
         return rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, text, err);
@@ -10394,6 +10497,28 @@ static uint64_t rfk_align16(uint64_t n) { return (n + 15) & ~(uint64_t)15; }
 static int rfk_has_q8_heads(const rf_plan *plan, const rf_op *op) {
     const rf_op_spec s = rf_op_get_spec(plan, op);
     return s.head_dim % 32 == 0 && s.head_dim_v % 32 == 0;
+}
+
+/* Where the keys of an op's state, or a recurrent state, and the values begin. */
+static rf_result rfk_bind_state(const rf_plan_bind *bind, const rf_op *op, uint32_t state, char **k, char **v,
+                                uint32_t *n_cells, rf_error *err) {
+    const rf_plan *plan = bind->plan;
+    const rf_plan_state *s = &plan->states[state];
+    *n_cells = rf_state_cells(bind, state);
+    uint64_t cells = (uint64_t)bind->n_seq * s->n_kv_heads * *n_cells;
+    if (bind->cache_type > RF_CACHE_Q8_0 ||
+        (bind->cache_type == RF_CACHE_Q8_0 && s->width == 0 && !rfk_has_q8_heads(plan, op)))
+        return rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, "its cache type, or that of heads of this size", err);
+    if (cells == 0 && s->width == 0) return rfk_bad_op(plan, op, RF_ERR_ARGUMENT, "its state has too few cells", err);
+    uint64_t offset = bind->state_offset[state],
+             k_bytes = rfk_align(cells * rf_cache_row_bytes(bind->cache_type, s->head_dim)),
+             size = s->width ? (uint64_t)bind->n_slots * s->width * 4
+                             : k_bytes + cells * rf_cache_row_bytes(bind->cache_type, s->head_dim_v);
+    if (offset % RF_STATE_ALIGN != 0 || rfk_range(&bind->state, offset, size, "a state", NULL) != RF_OK)
+        return rfk_bad_op(plan, op, RF_ERR_ARGUMENT, "its state does not lie in the session's memory", err);
+    *k = (char *)bind->state.base + offset;
+    *v = *k + k_bytes;
+    return RF_OK;
 }
 
 /* Bind an op to the session's memory; its buffers must lie inside. */
@@ -10415,22 +10540,11 @@ static rf_result rfk_bind_op(rf_prepared *p, const rf_plan_bind *bind, uint32_t 
         *stride[k] = buffer->width;
     }
     if (op->state >= plan->n_states) return RF_OK;
-    const rf_plan_state *s = &plan->states[op->state];
-    b->n_cells = rf_state_cells(bind, op->state);
-    uint64_t cells = (uint64_t)bind->n_seq * s->n_kv_heads * b->n_cells;
-    if (bind->cache_type > RF_CACHE_Q8_0 ||
-        (bind->cache_type == RF_CACHE_Q8_0 && s->width == 0 && !rfk_has_q8_heads(plan, op)))
-        return rfk_bad_op(plan, op, RF_ERR_UNSUPPORTED, "its cache type, or that of heads of this size", err);
-    if (cells == 0 && s->width == 0) return rfk_bad_op(plan, op, RF_ERR_ARGUMENT, "its state has too few cells", err);
-    uint64_t offset = bind->state_offset[op->state],
-             k_bytes = rfk_align(cells * rf_cache_row_bytes(bind->cache_type, s->head_dim)),
-             size = s->width ? (uint64_t)bind->n_slots * s->width * 4
-                             : k_bytes + cells * rf_cache_row_bytes(bind->cache_type, s->head_dim_v);
-    if (offset % RF_STATE_ALIGN != 0 || rfk_range(&bind->state, offset, size, "a state", NULL) != RF_OK)
-        return rfk_bad_op(plan, op, RF_ERR_ARGUMENT, "its state does not lie in the session's memory", err);
-    b->k = (char *)bind->state.base + offset;
-    b->v = b->k + k_bytes;
-    return RF_OK;
+    rf_result r = rfk_bind_state(bind, op, op->state, &b->k, &b->v, &b->n_cells, err);
+    char *unused;
+    if (r == RF_OK && op->kind == RF_OP_ATTENTION && op->attention.block_unit)
+        r = rfk_bind_state(bind, op, op->attention.blocks, &b->blocks, &unused, &b->n_block_cells, err);
+    return r;
 }
 
 static int rfk_takes_int8(const rf_plan *plan, const rf_op *op) {
@@ -10924,7 +11038,7 @@ static int rfk_match_mixture(const rf_prepared *p, uint32_t i, uint32_t end, rfk
     up->n_ops = 3, down->n_ops = 2;
     up->glu = i + 2;
     if (i > 0 && e[-1].kind == RF_OP_ROUTE && e[-1].out == e->in2 && e[-1].route.n_groups <= 1 &&
-        e[-1].route.n_experts <= RFK_CHOOSE_FROM)
+        e[-1].factor == RF_NONE && e[-1].route.n_experts <= RFK_CHOOSE_FROM)
         up->choice = i - 1;
     int ok = e->rows == RF_ROWS_TOKENS && e[0].flags == 0 && e[1].flags == 0 && e[1].in == e->in &&
              e[1].in2 == e->in2 && e[1].experts.n_out == n && e[1].experts.n_in == e->experts.n_in &&
@@ -11798,6 +11912,7 @@ static rf_result rfk_run_kv_store(const rfk_launching *l) {
     a.head_dim = s->head_dim;
     a.head_dim_v = s->head_dim_v;
     a.n_cells = l->b.n_cells;
+    a.unit = rf_state_unit(&l->p->plan->states[op->state]);
     if (l->p->cache_type == RF_CACHE_Q8_0) {
         const bool latent = op->flags & RF_OP_MLA;
         const uint64_t n = (uint64_t)s->n_kv_heads * (s->head_dim + (latent ? 0 : s->head_dim_v));
@@ -11849,6 +11964,7 @@ template <uint32_t HEAD> static void (*rfk_find_attention(const rfk_launching *l
 /* Whether only rfk_any_attention does it; `longest`: positions that the step's rows see. */
 static bool rfk_is_any_attention(const rf_op *op, uint32_t longest) {
     return op->flags & RF_OP_BOTH_WAYS || op->bias != RF_NONE || op->attention.head_dim > RFK_LATENT_HEAD ||
+           op->attention.block_unit ||
            (op->in2 != RF_NONE && longest > op->attention.n_dense);
 }
 
@@ -11866,6 +11982,9 @@ static rf_result rfk_run_any_attention(const rfk_launching *l, const rfk_attenti
     x.n_listed = att->n_listed;
     x.list_unit = att->list_unit;
     x.n_dense = att->n_dense;
+    x.blocks = l->b.blocks;
+    x.n_block_cells = l->b.n_block_cells;
+    x.block_unit = att->block_unit;
     x.both_ways = (l->op->flags & RF_OP_BOTH_WAYS) != 0;
     void (*kernel)(rfk_any_attention_args) = l->p->cache_type == RF_CACHE_F32    ? rfk_any_attention<float>
                                              : l->p->cache_type == RF_CACHE_Q8_0 ? rfk_any_attention<rfk_q8>
@@ -12107,6 +12226,9 @@ static rfk_route_args rfk_make_route(const rf_prepared *p, uint32_t index) {
     rfk_route_args a;
     a.logits = b->in;
     a.bias = rfk_vector(p, op->bias, 0, &a.bias_type);
+    a.fixed = op->factor == RF_NONE ? NULL
+                                    : (const int32_t *)(const void *)rfk_slot_of(p, op->factor)->w.plane[0];
+    a.rows = p->rows;
     a.out = b->out;
     a.in_stride = b->in_stride;
     a.out_stride = b->out_stride;
@@ -12376,6 +12498,25 @@ static rf_result rfk_run_scan(const rfk_launching *l) {
     const uint32_t wave = l->p->dev->wave, cols = RFK_DELTA_COLS(wave, a.n_state);
     return rfk_enqueue(l, kernel, dim3(rfk_ceil_div((uint64_t)a.n_heads * a.head_dim, 4 * cols), l->p->n_seq), 4 * wave,
                        a);
+}
+
+static rf_result rfk_run_compress(const rfk_launching *l) {
+    const rf_op *op = l->op;
+    rfk_compress_args a;
+    a.in = l->b.in;
+    a.scores = l->b.in2;
+    a.w = rfk_vector(l->p, op->weight, 0, &a.w_type);
+    a.out = l->b.out;
+    a.state = (float *)(void *)l->b.k;
+    a.rows = l->p->rows;
+    a.in_stride = l->b.in_stride;
+    a.scores_stride = l->b.in2_stride;
+    a.out_stride = l->b.out_stride;
+    a.n_rows = l->n_rows;
+    a.n = op->compress.n;
+    a.unit = op->compress.unit;
+    a.overlap = op->compress.overlap;
+    return rfk_enqueue(l, rfk_compress, dim3(rfk_ceil_div(a.n, RFK_BLOCK), l->p->n_seq), RFK_BLOCK, a);
 }
 
 static rf_result rfk_run_slice(const rfk_launching *l) {
@@ -12851,6 +12992,7 @@ static rf_result rfk_run_kind(rfk_launching *l) {
     case RF_OP_DELTA: return rfk_run_delta(l);
     case RF_OP_SLICE: return rfk_run_slice(l);
     case RF_OP_SCAN: return rfk_run_scan(l);
+    case RF_OP_COMPRESS: return rfk_run_compress(l);
     case RF_OP_INDEX: return rfk_run_index(l);
     case RF_OP_BLEND: return rfk_run_blend(l);
     case RF_OP_SPREAD: return rfk_run_spread(l);
