@@ -10,6 +10,7 @@
 #include "rf_memory.h"
 #include "rf_test.h"
 #include "ref_types.h"
+#include "ref_compress.h"
 #include "ref_hyper.h"
 
 #include <math.h>
@@ -337,13 +338,13 @@ struct Rig {
         o->attention.scale = 1 / sqrtf((float)head_dim);
         return o;
     }
-    uint32_t state(uint32_t n_kv_heads, uint32_t dk, uint32_t dv, uint32_t window = 0) {
-        rf_plan_state s = {0, n_kv_heads, dk, dv, window, 0};
+    uint32_t state(uint32_t n_kv_heads, uint32_t dk, uint32_t dv, uint32_t window = 0, uint32_t unit = 0) {
+        rf_plan_state s = {0, n_kv_heads, dk, dv, window, 0, unit};
         states.push_back(s);
         return (uint32_t)states.size() - 1;
     }
     uint32_t recurrent_state(uint32_t width) {
-        rf_plan_state s = {0, 0, 0, 0, 0, width};
+        rf_plan_state s = {0, 0, 0, 0, 0, width, 0};
         states.push_back(s);
         return (uint32_t)states.size() - 1;
     }
@@ -408,7 +409,7 @@ struct Rig {
         }
         uint64_t n_state = 0;
         for (size_t i = 0; i < states.size(); i++) {
-            state_cells.push_back(n_cells && states[i].window ? n_cells : n_ctx);
+            state_cells.push_back(n_cells && states[i].window ? n_cells : rf_state_cells_of(&states[i], n_ctx));
             uint64_t cells = (uint64_t)n_seq * states[i].n_kv_heads * state_cells.back();
             n_state = (n_state + 255) & ~(uint64_t)255;
             state_offset.push_back(n_state);
@@ -991,8 +992,8 @@ static std::vector<uint32_t> ranked(const std::vector<double> &score) {
     return ids;
 }
 
-/* ROUTE in float64: ids, then weights. */
-static std::vector<double> routed(const rf_op &op, const float *logits, const float *bias) {
+/* ROUTE in float64: ids, then weights; fixed: the ids, or NULL. */
+static std::vector<double> routed(const rf_op &op, const float *logits, const float *bias, const int32_t *fixed = NULL) {
     const rf_route_params &r = op.route;
     uint32_t n = r.n_experts, groups = r.n_groups > 1 ? r.n_groups : 1, size = n / groups;
     std::vector<double> p(logits, logits + n), score, sums, out;
@@ -1001,6 +1002,7 @@ static std::vector<double> routed(const rf_op &op, const float *logits, const fl
     for (uint32_t i = 0; i < n; i++) sum += exp(p[i] - top);
     for (uint32_t i = 0; i < n; i++) {
         if (op.flags & RF_OP_SIGMOID) p[i] = 1 / (1 + exp(-p[i]));
+        else if (op.flags & RF_OP_SQRT_SOFTPLUS) p[i] = sqrt(log1p(exp(p[i])));
         else if (!(op.flags & RF_OP_CHOSEN)) p[i] = exp(p[i] - top) / sum;
         score.push_back(p[i] + (bias ? bias[i] : 0));
     }
@@ -1012,7 +1014,7 @@ static std::vector<double> routed(const rf_op &op, const float *logits, const fl
     std::vector<uint32_t> order = ranked(sums), all = ranked(score);
     std::set<uint32_t> kept(order.begin(), order.begin() + (groups > 1 ? r.n_groups_used : 1));
     for (size_t i = 0; i < all.size() && out.size() < r.n_used; i++)
-        if (kept.count(all[i] / size)) out.push_back(all[i]);
+        if (fixed || kept.count(all[i] / size)) out.push_back(fixed ? (uint32_t)fixed[i] : all[i]);
     sum = 0, top = -INFINITY;
     for (uint32_t k = 0; k < r.n_used; k++) top = fmax(top, p[(size_t)out[k]]);
     for (uint32_t k = 0; k < r.n_used; k++) {
@@ -1029,8 +1031,8 @@ static std::vector<double> routed(const rf_op &op, const float *logits, const fl
 
 static void test_route() {
     static const uint32_t counts[] = {1, 4, 33, 64, 128, 1024}, used[] = {1, 2, 8}, Ts[] = {1, 5}, groups[] = {1, 2, 4},
-                          gating[] = {0, RF_OP_SIGMOID, RF_OP_CHOSEN};
-    std::vector<Row> list = combinations(std::vector<int>{6, 3, 2, 3, 3, 2, 4, n_devices});
+                          gating[] = {0, RF_OP_SIGMOID, RF_OP_CHOSEN, RF_OP_SQRT_SOFTPLUS};
+    std::vector<Row> list = combinations(std::vector<int>{6, 3, 2, 3, 4, 2, 4, n_devices});
     for (size_t i = 0; i < list.size(); i++) {
         const Row &r = list[i];
         uint32_t n = counts[r[0]], T = Ts[r[2]], n_used = used[r[1]] < n ? used[r[1]] : n, pad = 3;
@@ -1067,6 +1069,51 @@ static void test_route() {
                       "route of %u, flags %x: weight %u is %g, want %g", n, op.flags, k, (double)found, w);
             }
             for (uint32_t k = 0; k < pad; k++) CHECK(y[t * (2 * n_used + pad) + 2 * n_used + k] == -7, "past a row's end");
+        }
+    }
+}
+
+/* The experts of tokens: a row without a token chooses by its scores, an id that no expert has gives weights that are NaN. */
+static void test_route_of_tokens() {
+    enum { V = 4 };
+    static const uint32_t counts[] = {3, 64, 300}, gating[] = {0, RF_OP_SIGMOID, RF_OP_CHOSEN, RF_OP_SQRT_SOFTPLUS};
+    std::vector<Row> list = combinations(std::vector<int>{3, 4, 2, n_devices});
+    for (size_t i = 0; i < list.size(); i++) {
+        const Row &r = list[i];
+        const uint32_t n = counts[r[0]], n_used = 3, T = V + 1;
+        Rig g(devices[(size_t)r[3]]);
+        const uint32_t in = g.buffer(n), out = g.buffer(2 * n_used);
+        std::vector<int32_t> ids;
+        for (uint32_t k = 0; k < V * n_used; k++) ids.push_back((int32_t)((k * 7 + k / 3) % n));
+        ids[n_used] = (int32_t)n, ids[2 * n_used + 1] = -5; /* of tokens 1 and 2 */
+        std::vector<uint8_t> bytes(ids.size() * 4);
+        memcpy(bytes.data(), ids.data(), bytes.size());
+        rf_op *o = g.op(RF_OP_ROUTE);
+        o->in = in, o->out = out, o->route.n_experts = n, o->route.n_used = n_used, o->route.scale = 1.5f;
+        o->flags = gating[r[1]] | (r[2] ? (uint32_t)RF_OP_NORMALIZE : 0), o->factor = g.weight(RF_TYPE_I32, n_used, V, bytes);
+        g.plan.n_vocab = V;
+        const rf_op op = *o;
+        REQUIRE(g.open(T) == RF_OK, "%s", g.err.text);
+        const std::vector<float> x = values((size_t)T * n);
+        std::vector<rf_step_row> rows = rows_of(T);
+        for (uint32_t t = 0; t < T; t++) rows[t].token = t < V ? (int32_t)t : -1;
+        g.set(in, x);
+        REQUIRE(g.run(rows, std::vector<uint32_t>(), 0, x.data()) == RF_OK, "%s", g.err.text);
+        const std::vector<float> y = g.get(out);
+        for (uint32_t t = 0; t < T; t++) {
+            std::vector<int32_t> fixed(ids.begin() + (t < V ? t : 0) * n_used, ids.begin() + (t < V ? t + 1 : 1) * n_used);
+            const bool bad = t == 1 || t == 2;
+            for (uint32_t k = 0; k < n_used; k++) fixed[k] = (uint32_t)fixed[k] < n ? fixed[k] : 0;
+            const std::vector<double> want = routed(op, &x[t * n], NULL, t < V ? fixed.data() : NULL);
+            for (uint32_t k = 0; k < n_used; k++) {
+                const float w = y[t * 2 * n_used + n_used + k];
+                uint32_t id;
+                memcpy(&id, &y[t * 2 * n_used + k], 4);
+                CHECK(id == want[k], "token %u, flags %x: choice %u is %u, want %g", t, op.flags, k, id, want[k]);
+                const bool own = bad && k == (t == 1 ? 0u : 1u), all = bad && op.flags & (RF_OP_NORMALIZE | RF_OP_CHOSEN);
+                CHECK(own ? std::isnan(w) : all || fabs(w - want[n_used + k]) <= 3e-6, "token %u, flags %x: weight %u is %g, want %g",
+                      t, op.flags, k, (double)w, want[n_used + k]);
+            }
         }
     }
 }
@@ -1461,6 +1508,92 @@ static void test_attention_both_ways_and_lists() {
     for (latent.device = 0; latent.device < (uint32_t)n_devices; latent.device++) attention_case(latent);
 }
 
+/* To positions in a window and to blocks, all of them or listed ones, of which only every so many positions' rows are kept. */
+static void test_attention_to_blocks() {
+    static const uint32_t heads[] = {1, 4}, dims[] = {32, 20, 512}, windows[] = {1, 9, 0}, units[] = {2, 4, 128};
+    std::vector<Row> list = combinations(std::vector<int>{2, 3, 3, 3, 2, 3, 2, n_devices});
+    for (size_t i = 0; i < list.size(); i++) {
+        const Row &r = list[i];
+        const uint32_t n_heads = heads[r[0]], dim = dims[r[1]], window = windows[r[2]], unit = units[r[3]], step = r[4] ? 23 : 5,
+                       cache = r[5] == RF_CACHE_Q8_0 && dim % 32 ? (uint32_t)RF_CACHE_F16 : (uint32_t)r[5], n_ctx = 150, n_seq = 2,
+                       n_listed = r[6] ? 4 : 0, n_dense = 3 * unit, n_cells = (n_ctx - 1) / unit + 1;
+        char what[160];
+        snprintf(what, sizeof what, "attention to blocks of %u, %u heads of %u, window %u, cache %u, listed %u, steps of %u, device %d", unit,
+                 n_heads, dim, window, cache, n_listed, step, r[7]);
+        Rig g(devices[(size_t)r[7]]);
+        const uint32_t q = g.buffer(n_heads * dim + 1), k = g.buffer(dim), b = g.buffer(dim + 3), ids = g.buffer(n_listed + 1),
+                       out = g.buffer(n_heads * dim), raw = g.state(1, dim, 0, window), blocks = g.state(1, dim, 0, 0, unit);
+        g.kv_store(k, RF_NONE, raw, 1, dim, dim)->flags = RF_OP_MLA;
+        g.kv_store(b, RF_NONE, blocks, 1, dim, 0);
+        const std::vector<float> sinks = values(n_heads);
+        const uint32_t sink = g.vector(sinks);
+        rf_op *o = g.attention(q, out, raw, n_heads, 1, dim);
+        o->flags = RF_OP_MLA, o->weight = sink, o->attention.window = window;
+        o->attention.block_unit = unit, o->attention.blocks = blocks;
+        if (n_listed) o->in2 = ids, o->attention.n_lists = 1, o->attention.n_listed = n_listed, o->attention.list_unit = unit, o->attention.n_dense = n_dense;
+        const double scale = (double)o->attention.scale;
+        REQUIRE(g.open(step, 1, n_ctx, n_seq, cache) == RF_OK, "%s: %s", what, g.err.text);
+        std::vector<float> keys[2]; /* of a sequence's blocks */
+        int32_t pos[2] = {0, 0};
+        for (uint32_t turn = 0; turn < 7; turn++) {
+            std::vector<rf_step_row> rows;
+            const std::vector<float> x = values(step * (n_heads * dim + 1)), kx = values(step * dim), bx = values(step * (dim + 3));
+            std::vector<float> lists(step * (n_listed + 1));
+            for (uint32_t t = 0; t < step; t++) {
+                const int32_t seq = turn % 3 == 2 && t < step / 2;
+                const rf_step_row row = {0, seq, pos[seq]++, -1, 0, 0};
+                rows.push_back(row);
+                if ((uint32_t)pos[seq] % unit == 0) keys[seq].insert(keys[seq].end(), &bx[t * (dim + 3)], &bx[t * (dim + 3)] + dim);
+                uint32_t n = 0;
+                for (int32_t id = 0; n + 1 < n_listed && id < pos[seq] / (int32_t)unit; id++)
+                    if (id % 3 != (int32_t)t % 3) memcpy(&lists[t * (n_listed + 1) + n++], &id, 4);
+                const int32_t own = pos[seq] % (int32_t)unit ? pos[seq] / (int32_t)unit : -1, none = -1;
+                if (n_listed && own >= 0) memcpy(&lists[t * (n_listed + 1) + n++], &own, 4); /* not complete */
+                while (n < n_listed) memcpy(&lists[t * (n_listed + 1) + n++], &none, 4);
+            }
+            g.set(q, x), g.set(k, kx), g.set(b, bx), g.set(ids, lists);
+            REQUIRE(g.run(rows) == RF_OK, "%s: %s", what, g.err.text);
+            std::vector<uint8_t> state(g.bind.state.size_bytes);
+            rf_ticket ticket;
+            REQUIRE(api->mem_read(g.queue, &g.bind.state, 0, state.data(), state.size(), &ticket, &g.err) == RF_OK, "%s", g.err.text);
+            bool kept = true; /* a block's row is that of its last position */
+            for (uint32_t seq = 0; seq < 2; seq++)
+                for (size_t c = 0; c < keys[seq].size() / dim; c++) {
+                    const float *key = &keys[seq][c * dim];
+                    const uint64_t row = (uint64_t)seq * n_cells + c, base = g.state_offset[1];
+                    if (cache == RF_CACHE_Q8_0) kept = kept && is_q8_of(&state[base + row * row_bytes(cache, dim)], key, dim);
+                    for (uint32_t e = 0; cache != RF_CACHE_Q8_0 && e < dim; e++)
+                        kept = kept && state_value(state, base, row, dim, e, cache) == (cache == RF_CACHE_F16 ? half_value(to_half(key[e])) : (double)key[e]);
+                }
+            CHECK(kept, "%s: other rows are kept", what);
+            std::vector<double> want(step * n_heads * dim);
+            for (uint32_t t = 0; t < step; t++)
+                for (uint32_t h = 0; h < n_heads; h++) {
+                    const uint32_t n = (uint32_t)rows[t].pos + 1, seq = (uint32_t)rows[t].seq;
+                    std::vector<std::pair<uint64_t, uint64_t> > seen; /* base of a state, row */
+                    for (uint32_t p = window && n > window ? n - window : 0; p < n; p++) seen.push_back(std::make_pair(g.state_offset[0], (uint64_t)seq * n_ctx + p));
+                    for (uint32_t c = 0, at = 0; c < n / unit; c++) {
+                        int32_t id = -1;
+                        if (at < n_listed) memcpy(&id, &lists[t * (n_listed + 1) + at], 4);
+                        const bool listed = id == (int32_t)c;
+                        at += listed;
+                        if (!n_listed || n <= n_dense || listed) seen.push_back(std::make_pair(g.state_offset[1], (uint64_t)seq * n_cells + c));
+                    }
+                    double sum = exp(sinks[h]), *y = &want[(t * n_heads + h) * dim];
+                    for (size_t j = 0; j < seen.size(); j++) {
+                        double dot = 0;
+                        for (uint32_t e = 0; e < dim; e++) dot += (double)x[t * (n_heads * dim + 1) + h * dim + e] * state_value(state, seen[j].first, seen[j].second, dim, e, cache);
+                        const double w = exp(dot * scale);
+                        sum += w;
+                        for (uint32_t e = 0; e < dim; e++) y[e] += w * state_value(state, seen[j].first, seen[j].second, dim, e, cache);
+                    }
+                    for (uint32_t e = 0; e < dim; e++) y[e] /= sum;
+                }
+            compare(g.get(out), want, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
+        }
+    }
+}
+
 static void test_attention() {
     static const uint32_t groups[] = {1, 2, 4, 8, 3, 12}, kv[] = {1, 2},
                           dims[] = {32, 40, 64, 80, 96, 128, 256, 36, 7};
@@ -1826,6 +1959,34 @@ static void test_scan() {
     }
 }
 
+static void test_compress() {
+    static const uint32_t ns[] = {1, 24, 300}, units[] = {2, 4, 128};
+    std::vector<Row> list = combinations(std::vector<int>{3, 3, 2, 3, 4, n_devices});
+    for (size_t i = 0; i < list.size(); i++) {
+        const Row &r = list[i];
+        const uint32_t n = ns[r[0]], unit = units[r[1]], overlap = (uint32_t)r[2], type = vector_types[r[3]], n_in = n << overlap;
+        const std::vector<rf_step_row> rows = recurrent_rows(r[4]);
+        const size_t T = rows.size();
+        char what[128];
+        snprintf(what, sizeof what, "compress %s %u by %u overlap %u rows %d device %d", type_name(type), n, unit, overlap, r[4], r[5]);
+        Rig g(devices[(size_t)r[5]]);
+        g.n_slots = N_SLOTS;
+        const uint32_t in = g.buffer(n_in), scores = g.buffer(n_in), out = g.buffer(n), state = g.recurrent_state((overlap ? 9 : 3) * n);
+        const std::vector<float> w = values((size_t)unit * n_in), x = values(T * n_in);
+        std::vector<float> s = values(T * n_in);
+        for (size_t k = 0; k < s.size(); k++) s[k] *= 8;
+        const std::vector<double> wd = rounded(w, type);
+        rf_op *o = g.op(RF_OP_COMPRESS);
+        o->in = in, o->in2 = scores, o->out = out, o->state = state, o->weight = g.vector(w, type);
+        o->compress.n = n, o->compress.unit = unit, o->compress.overlap = overlap;
+        REQUIRE(g.open(75, 1, 128, 2) == RF_OK, "%s: %s", what, g.err.text);
+        g.set(scores, s);
+        recurrent_case(g, in, out, x, r[4], what, [&](size_t t, std::vector<double> &S, double *y) {
+            ref_compress_row(S.data(), n, unit, (int)overlap, (uint32_t)rows[t].pos, &x[t * n_in], &s[t * n_in], wd.data(), y);
+        });
+    }
+}
+
 /* Queries, weights and keys are small integers, so that floats add them exactly and many scores are equal; keys of Q8_0
  * have scales that are powers of two. */
 static void test_index() {
@@ -1844,7 +2005,8 @@ static void test_index() {
         snprintf(what, sizeof what, "index heads %u dim %u lists %u of %u unit %u local %u last %u length %u rows %u cache %u device %d", heads,
                  dim, p.n_lists, p.n_listed, unit, p.n_local, z[5], n, T, cache, r[5]);
         Rig g(devices[(size_t)r[5]]);
-        const uint32_t in = g.buffer(heads * dim + 1), w = g.buffer(heads + 2), out = g.buffer(width + 1), state = g.state(1, dim, 0);
+        const uint32_t in = g.buffer(heads * dim + 1), w = g.buffer(heads + 2), out = g.buffer(width + 1),
+                       state = g.state(1, dim, 0, 0, z[5] ? unit : 0), n_cells = rf_state_cells_of(&g.states[0], n);
         rf_op *o = g.op(RF_OP_INDEX);
         o->in = in, o->in2 = weights ? w : RF_NONE, o->out = out, o->state = state, o->flags = z[5] ? RF_OP_LAST : 0, o->index = p;
         REQUIRE(g.open(T, 1, n, 2, cache) == RF_OK, "%s: %s", what, g.err.text);
@@ -1853,7 +2015,7 @@ static void test_index() {
         for (size_t k = 0; k < wx.size(); k++) wx[k] = (float)(rnd() % 7) - 2;
         g.set(in, x), g.set(w, wx), g.set(out, std::vector<float>((size_t)T * (width + 1), 7));
         std::vector<uint8_t> keys(g.bind.state.size_bytes, 0);
-        for (uint64_t row = 0; row < 2 * (uint64_t)n; row++)
+        for (uint64_t row = 0; row < 2 * (uint64_t)n_cells; row++)
             for (uint32_t k = 0; k < dim; k++) {
                 const float v = (float)(rnd() % 3) - 1;
                 put_state(keys, 0, row, dim, k, cache, v);
@@ -1873,12 +2035,12 @@ static void test_index() {
                 std::vector<std::pair<double, uint32_t> > best;
                 for (uint32_t b = 0; b < n_blocks; b++) {
                     double score = -INFINITY;
-                    for (uint32_t at = z[5] ? (b + 1) * unit - 1 : b * unit; at < end && at < (b + 1) * unit; at++) {
+                    for (uint32_t at = z[5] ? b : b * unit; z[5] ? at == b : at < end && at < (b + 1) * unit; at++) {
                         double sum = 0;
                         for (uint32_t h = p.n_lists > 1 ? l : 0; h < (p.n_lists > 1 ? l + 1 : heads); h++) {
                             double dot = 0;
                             for (uint32_t k = 0; k < dim; k++)
-                                dot += x[(size_t)t * (heads * dim + 1) + h * dim + k] * state_value(keys, 0, n + at, dim, k, cache);
+                                dot += x[(size_t)t * (heads * dim + 1) + h * dim + k] * state_value(keys, 0, n_cells + at, dim, k, cache);
                             sum += p.n_lists > 1 ? dot : (weights ? wx[t * (heads + 2) + h] : 1) * fmax(dot, 0);
                         }
                         score = fmax(score, sum);
@@ -3665,12 +3827,14 @@ int main(int argc, char **argv) {
     RUN(test_glu_gather);
     RUN(test_argmax);
     RUN(test_route);
+    RUN(test_route_of_tokens);
     RUN_SLOW(test_experts);
     RUN_SLOW(test_expert_tiles);
     RUN(test_expert_groups);
     RUN(test_kv_store);
     RUN(test_attention);
     RUN(test_attention_both_ways_and_lists);
+    RUN(test_attention_to_blocks);
     RUN(test_wide_attention);
     RUN(test_heads);
     RUN(test_heads_across);
@@ -3678,6 +3842,7 @@ int main(int argc, char **argv) {
     RUN(test_delta);
     RUN(test_scan);
     RUN(test_slice);
+    RUN(test_compress);
     RUN(test_index);
     RUN(test_blend);
     RUN(test_spread);

@@ -6,6 +6,7 @@
 #include "make_gguf.h"
 #include "rf_test.h"
 #include "rf_rig.h"
+#include "ref_compress.h"
 #include "ref_hyper.h"
 #include <fcntl.h>
 #include <stdatomic.h>
@@ -14,7 +15,8 @@
 /* Longer than the 256 tokens between two states that are kept. */
 enum { N_VOCAB = 64, MOST = RFT_SANITIZED ? 300 : 600 };
 
-static const char *const models[] = {"tests/family/lfm2.gguf", "tests/family/qwen35.gguf", "tests/family/qwen4exp.gguf"};
+static const char *const models[] = {"tests/family/lfm2.gguf", "tests/family/qwen35.gguf", "tests/family/qwen4exp.gguf",
+                                     "tests/family/deepseek4.gguf"};
 static const char *device_name;
 
 static int open_rig(rig *r, const char *path, const rf_gguf_desc *gd, const rf_model_desc *md) {
@@ -123,7 +125,9 @@ static void test_cut(void) {
         reference(&r, tokens, MOST, want);
         for (size_t i = 0; i < RFT_COUNT(cuts); i++) {
             if (cuts[i] >= MOST) continue; /* a sanitizer's sequence is shorter */
-            rf_session *s = session(&r, &(rf_session_desc){.n_ctx = MOST, .n_batch = 100, .cache_type = RF_CACHE_F32});
+            const rf_session_desc desc = {.n_ctx = MOST, .n_batch = 100, .cache_type = RF_CACHE_F32,
+                                          .swa_full = cuts[i] < MOST - 80}; /* a window's ring holds 256 positions */
+            rf_session *s = session(&r, &desc);
             uint32_t kept = 9999, n = cuts[i];
             CHECK(feed(s, 0, tokens, 0, MOST - 2, NULL, &r.err) && feed(s, 0, tokens, MOST - 2, MOST - 1, NULL, &r.err), "%s", r.err.text);
             CHECK(rf_session_truncate(s, 0, n, &kept, &r.err) == RF_OK, "%s", r.err.text);
@@ -304,7 +308,7 @@ static rf_result run_one(one_op *o, const rf_step_row *rows, rf_error *err) {
     rf_mem scratch, state, w[3], repack[3] = {{0}};
     rf_ticket t;
     uint64_t at[4], state_at = 0;
-    uint32_t segment[2], n_segments, cells = o->n_ctx ? o->n_ctx : 8;
+    uint32_t segment[2], n_segments, n_ctx = o->n_ctx ? o->n_ctx : 8, cells = rf_state_cells_of(&o->state, n_ctx);
     const rf_plan_buffer buffers[4] = {{"a", 0, o->widths[0]}, {"b", 0, o->widths[1]}, {"c", 0, o->widths[2]}, {"y", 0, o->widths[3]}};
     const rf_plan plan = {.ops = &o->op, .n_ops = 1, .buffers = buffers, .n_buffers = 4, .states = &o->state, .n_states = 1,
                           .weights = o->weights, .n_weights = o->n_weights, .n_slots = o->n_weights, .n_layers = 1, .n_vocab = 1};
@@ -314,7 +318,7 @@ static rf_result run_one(one_op *o, const rf_step_row *rows, rf_error *err) {
     rf_result r = rf_device_open(device_name, &(rf_device_desc){.n_threads = 2}, &d, err);
     if (r != RF_OK) return r;
     const rf_device_api *api = rf_device_get_api(d, &dev);
-    rf_plan_bind bind = {.plan = &plan, .buffer_offset = at, .state_offset = &state_at, .state_cells = &cells, .n_ctx = cells, .cache_type = RF_CACHE_F32, .n_seq = 2,
+    rf_plan_bind bind = {.plan = &plan, .buffer_offset = at, .state_offset = &state_at, .state_cells = &cells, .n_ctx = n_ctx, .cache_type = RF_CACHE_F32, .n_seq = 2,
                          .n_batch = ROWS, .n_logits = 1, .n_slots = SLOTS};
     r = api->queue_create(dev, &q, err);
     if (r == RF_OK) r = api->table_create(dev, &plan, &table, err);
@@ -522,6 +526,35 @@ static void test_scan_op(void) {
     }
 }
 
+static void test_compress_op(void) {
+    enum { N = 300, UNIT = 4 };
+    static one_op o;
+    static double s[2][9 * N], want[ROWS * N], left[SLOTS][9 * N], w[UNIT * 2 * N];
+    static float places[UNIT * 2 * N];
+    for (uint32_t k = 0; k < 4; k++) { /* positions 3 to 5 of one sequence, 0 to 3 of the other */
+        const uint32_t overlap = k % 2, unit = k < 2 ? UNIT : 3, n = k < 2 ? N : 7, n_in = n << overlap, width = overlap ? 9 * n : 3 * n;
+        rf_error err = {0};
+        memset(&o, 0, sizeof o), memset(s, 0, sizeof s);
+        o.op = (rf_op){.kind = RF_OP_COMPRESS, .in = 0, .in2 = 1, .in3 = RF_NONE, .out = 3, .weight = 0, .bias = RF_NONE,
+                       .factor = RF_NONE, .compress = {n, unit, overlap}};
+        o.weights[0] = (rf_plan_weight){.name = "w", .type = RF_TYPE_F32, .n_in = n_in, .n_rows = unit, .size_bytes = 4ull * n_in * unit};
+        o.values[0] = places, o.n_weights = 1, o.state.width = width;
+        o.widths[0] = o.widths[1] = n_in, o.widths[2] = 1, o.widths[3] = n;
+        fill(places, unit * n_in, 1), fill(o.x[0], ROWS * n_in, 2), fill(o.x[1], ROWS * n_in, 3), fill(o.slots, SLOTS * N_STATE, 4);
+        for (uint32_t i = 0; i < unit * n_in; i++) w[i] = (double)places[i];
+        for (uint32_t i = 0; i < ROWS * n_in; i++) o.x[1][i] *= 8;
+        for (uint32_t i = 0; i < width; i++) s[1][i] = (double)o.slots[i]; /* of half of them the sum is below 0: nothing */
+        for (uint32_t r = 0; r < ROWS; r++) {
+            double *S = s[turns[r].seq];
+            ref_compress_row(S, n, unit, (int)overlap, (uint32_t)turns[r].pos, o.x[0] + r * n_in, o.x[1] + r * n_in, w, want + r * n);
+            if (turns[r].to) memcpy(left[turns[r].to - 1], S, width * sizeof *S);
+        }
+        CHECK(run_one(&o, turns, &err) == RF_OK, "%s", err.text);
+        agree(o.y, want, ROWS * n, "compress");
+        for (uint32_t i = 1; i < SLOTS; i++) agree(o.slots + i * width, left[i], width, "state of compress");
+    }
+}
+
 /* The score of a block of an indexer: -1e9 if it has none, 1e9 if it is listed in any case. */
 static double index_score(const one_op *o, const rf_step_row *row, uint32_t list, uint32_t b, const float *x, const float *w) {
     const rf_index_params *p = &o->op.index;
@@ -529,8 +562,9 @@ static double index_score(const one_op *o, const rf_step_row *row, uint32_t list
     double best = -1e9;
     if (b > own || (last && (b + 1) * p->list_unit > end)) return best;
     if (b + p->n_local > own) return 1e9;
-    for (uint32_t at = last ? (b + 1) * p->list_unit - 1 : b * p->list_unit; at < end && at < (b + 1) * p->list_unit; at++) {
-        const float *k = o->slots + ((size_t)row->seq * o->n_ctx + at) * p->head_dim;
+    const uint32_t n_cells = last ? (o->n_ctx + p->list_unit - 1) / p->list_unit : o->n_ctx;
+    for (uint32_t at = last ? b : b * p->list_unit; last ? at == b : at < end && at < (b + 1) * p->list_unit; at++) {
+        const float *k = o->slots + ((size_t)row->seq * n_cells + at) * p->head_dim;
         double sum = 0;
         for (uint32_t h = p->n_lists > 1 ? list : 0; h < (p->n_lists > 1 ? list + 1 : p->n_heads); h++) {
             double dot = 0;
@@ -559,7 +593,7 @@ static void test_index_op(void) {
         memset(&o, 0, sizeof o);
         o.op = (rf_op){.kind = RF_OP_INDEX, .flags = last ? RF_OP_LAST : 0, .in = 0, .in2 = cases[i].weights ? 1 : RF_NONE, .in3 = RF_NONE,
                        .out = 3, .weight = RF_NONE, .bias = RF_NONE, .factor = RF_NONE, .index = p};
-        o.state = (rf_plan_state){.n_kv_heads = 1, .head_dim = p.head_dim}, o.n_ctx = N;
+        o.state = (rf_plan_state){.n_kv_heads = 1, .head_dim = p.head_dim, .unit = last ? p.list_unit : 0}, o.n_ctx = N;
         o.widths[0] = p.n_heads * p.head_dim, o.widths[1] = p.n_heads, o.widths[2] = 1, o.widths[3] = p.n_lists * p.n_listed;
         for (uint32_t k = 0; k < ROWS * o.widths[0]; k++) o.x[0][k] = (float)mg_below(&r, 5) - 2;
         for (uint32_t k = 0; k < ROWS * o.widths[1]; k++) o.x[1][k] = (float)mg_below(&r, 7) - 2;
@@ -844,6 +878,7 @@ int main(int argc, char **argv) {
         RUN(test_delta_op);
         RUN(test_scan_op);
         RUN(test_heads_op);
+        RUN(test_compress_op);
         RUN(test_index_op);
         RUN(test_blend_op);
         RUN(test_spread_op);
