@@ -8686,11 +8686,13 @@ static void rfi_config_compressed(rfi_key_reader *k, rfi_config *c) {
         rfi_layer_config *l = &c->layers[il];
         int64_t ratio = -1;
         rfi_key_uint(k, &window, &l->window);
-        if (l->n_kv_heads != 1 || l->n_heads % c->n_out_groups || l->head_dim != l->head_dim_v)
-            rfi_key_fail(k, RF_ERR_FORMAT,
-                         "layer %u has %u heads in %u groups, and %u keys of %u values, values of %u: want whole "
-                         "groups, and one key that is as long as its value",
-                         il, l->n_heads, c->n_out_groups, l->n_kv_heads, l->head_dim, l->head_dim_v);
+        rfi_key_find(k, l->n_heads % c->n_out_groups ? groups.suffix : "attention.head_count_kv");
+        if (l->n_heads % c->n_out_groups)
+            rfi_key_fail(k, RF_ERR_FORMAT, "%u: layer %u has %u heads", c->n_out_groups, il, l->n_heads);
+        if (l->n_kv_heads != 1) rfi_key_fail(k, RF_ERR_FORMAT, "want 1, layer %u has %u", il, l->n_kv_heads);
+        rfi_key_find(k, "attention.value_length");
+        if (l->head_dim != l->head_dim_v)
+            rfi_key_fail(k, RF_ERR_FORMAT, "want attention.key_length %u, found %u", l->head_dim, l->head_dim_v);
         if (!rfi_key_read(k, "attention.compress_ratios", 1)) return;
         if (kv->type != RF_KV_ARRAY || rf_kv_int(kv, il, &ratio, NULL) != RF_OK || ratio < 0 || ratio == 1 ||
             ratio > 1 << 16)
@@ -32258,6 +32260,8 @@ RFI_ONCE_CODE_END
  *            that stays in the file; rf_conv_params.dilation, and means; rf_rope_params.shift.
  *          gemma3n: ops MATCH and TRIM, rf_mix_params.n_out, rf_spread_params.first.
  *          glm5-next: three parts of HYPER, rf_hyper_params.n_rounds; MLA whose key is as long as its values.
+ *          deepseek4: op COMPRESS; rf_plan_state.unit, rows of blocks, which INDEX reads under RF_OP_LAST and ATTENTION
+ *            beside positions: rf_attention_params.block_unit; RF_OP_SQRT_SOFTPLUS, and ROUTE's ids by token.
  *   0.2.0  Renames and one rule for each kind of call; old -> new:
  *            rf_eval, rf_forward                 -> rf_session_eval, rf_session_forward
  *            rf_row                              -> rf_token_row

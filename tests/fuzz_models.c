@@ -268,7 +268,7 @@ static void add_foreign_key(mutant *m) {
         {"nextn_predict_layers", MG_KV_U32, {1, 1, 1, 2}},
         {"expert_group_count", MG_KV_U32, {1, 2, 2, 4}},
         {"expert_group_used_count", MG_KV_U32, {1, 1, 2, 3}},
-        {"expert_gating_func", MG_KV_U32, {0, 1, 2, 3}},
+        {"expert_gating_func", MG_KV_U32, {1, 2, 3, 4}},
         {"expert_shared_count", MG_KV_U32, {1, 1, 2, 3}},
         {"leading_dense_block_count", MG_KV_U32, {0, 1, 1, 2}},
         {"attention.shared_kv_layers", MG_KV_U32, {1, 1, 2, 2}},
@@ -516,7 +516,7 @@ static int fix_groups(mutant *m, const refusal *f) {
 }
 static int fix_gating(mutant *m, const refusal *f) {
     (void)f;
-    return set_key(m, own_key(m, "expert_gating_func"), MG_KV_U32, below(m, 4)) != NULL;
+    return set_key(m, own_key(m, "expert_gating_func"), MG_KV_U32, below(m, 5)) != NULL;
 }
 static int fix_shared_layers(mutant *m, const refusal *f) {
     pair *p = find_pair(m, own_key(m, "attention.shared_kv_layers"));

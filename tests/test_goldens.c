@@ -259,8 +259,44 @@ static void test_encoder(void) {
     end(&r);
 }
 
-/* An indexer that is not supported: contexts that it leaves whole, and an error for longer ones, or if it might leave out a
- * position's own block. */
+/* A family's file with another byte, so far behind the name of a key: an error that names the key. */
+static void refused(const char *family, const char *key, size_t behind, int byte, rf_result code) {
+    static char bytes[200000];
+    char path[96];
+    rf_gguf *file = NULL;
+    rf_device *d = NULL;
+    rf_model *m = NULL;
+    rf_error err = {0};
+    snprintf(path, sizeof path, "tests/family/%s.gguf", family);
+    FILE *f = fopen(path, "rb");
+    const size_t n = f ? fread(bytes, 1, sizeof bytes, f) : 0, len = strlen(key);
+    size_t at = 0;
+    if (f) fclose(f);
+    while (at + len + behind < n && memcmp(bytes + at, key, len) != 0) at++;
+    REQUIRE(n < sizeof bytes && at + len + behind < n && bytes[at + len + behind] != byte, "%s: %s is not there", family, key);
+    bytes[at + len + behind] = (char)byte;
+    CHECK(rf_gguf_open_memory(bytes, n, NULL, &file, &err) == RF_OK && rf_device_open("cpu", NULL, &d, &err) == RF_OK &&
+          rf_model_open(file, d, NULL, &m, &err) == code && strstr(err.text, key), "%s %d: %s", key, byte, err.text);
+    rf_model_close(m, NULL);
+    rf_device_close(d, NULL);
+    rf_gguf_close(file, NULL);
+}
+
+/* Values are behind their type, 4 bytes, those of arrays behind 16. */
+static void test_refused_keys(void) {
+    refused("glm5-next", "attention.indexer.kpool_select_tail", 4, 0, RF_ERR_UNSUPPORTED);
+    refused("deepseek4", "attention.compress_ratios", 16 + 4, 1, RF_ERR_FORMAT);      /* of layer 1 */
+    refused("deepseek4", "attention.compress_ratios", 16 + 8 + 3, 0x80, RF_ERR_FORMAT);
+    refused("deepseek4", "attention.output_group_count", 4, 3, RF_ERR_FORMAT);        /* of 4 heads */
+    refused("deepseek4", "attention.indexer.key_length", 4, 6, RF_ERR_FORMAT);        /* rope turns 8 */
+    refused("deepseek4", "hyper_connection.count", 4, RF_HYPER_STREAMS + 1, RF_ERR_UNSUPPORTED);
+    refused("deepseek4", "hash_layer_count", 4, 4, RF_ERR_FORMAT);                    /* of 3 layers */
+    refused("deepseek4", "expert_gating_func", 4, 5, RF_ERR_UNSUPPORTED);
+    refused("deepseek4", "blk.1.indexer.proj.weight", 4, 31, RF_ERR_FORMAT);
+    refused("deepseek4", "blk.0.ffn_gate_tid2eid.weight", 20, RF_TYPE_F32, RF_ERR_UNSUPPORTED); /* ids that are no integers */
+}
+
+/* An indexer that is not supported: contexts that it leaves whole, and an error for longer ones. */
 static void test_context_left_whole(void) {
     rf_gguf *file = NULL;
     rf_device *d = NULL;
@@ -274,21 +310,6 @@ static void test_context_left_whole(void) {
     rf_session_close(s, NULL);
     rf_model_close(m, NULL);
     rf_gguf_close(file, NULL);
-
-    static const char key[] = "kpool_select_tail";
-    static char bytes[200000];
-    FILE *f = fopen("tests/family/glm5-next.gguf", "rb");
-    const size_t n = f ? fread(bytes, 1, sizeof bytes, f) : 0;
-    size_t at = 0;
-    if (f) fclose(f);
-    while (at + sizeof key + 4 < n && memcmp(bytes + at, key, sizeof key - 1) != 0) at++;
-    REQUIRE(n < sizeof bytes && bytes[at + sizeof key + 3] == 1, "the key is not there");
-    bytes[at + sizeof key + 3] = 0; /* behind its type, 4 bytes */
-    m = NULL;
-    CHECK(rf_gguf_open_memory(bytes, n, NULL, &file, &err) == RF_OK && rf_model_open(file, d, NULL, &m, &err) == RF_ERR_UNSUPPORTED &&
-          strstr(err.text, key), "%s", err.text);
-    rf_model_close(m, NULL);
-    rf_gguf_close(file, NULL);
     rf_device_close(d, NULL);
 }
 
@@ -300,6 +321,7 @@ int main(int argc, char **argv) {
     for (uint32_t d = 0; d < n && d < 8; d++) {
         if (devices[d].usable && devices[d].is_gpu) devices[n_gpus++] = devices[d];
     }
+    RUN(test_refused_keys);
     RUN(test_context_left_whole);
     const size_t n_families = sizeof families / sizeof *families, n_encoders = sizeof encoders / sizeof *encoders;
     for (size_t i = 0; i < n_families + n_encoders; i++) {

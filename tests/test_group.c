@@ -84,7 +84,7 @@ static void same_case(const char *path, const mg_buf *file, const char *one, con
 #ifdef RF_TEST_EMU
 static const char *const families[] = {"lfm2moe", "deepseek2-lite"};
 #else
-static const char *const families[] = {"mixtral", "deepseek2-lite", "qwen35moe", "gemma4", "lfm2moe", "hy-v4", "hrm-text", "falcon-h1", "kimi-k3", "glm5-next"};
+static const char *const families[] = {"mixtral", "deepseek2-lite", "qwen35moe", "gemma4", "lfm2moe", "hy-v4", "hrm-text", "falcon-h1", "kimi-k3", "glm5-next", "deepseek4"};
 #endif
 #ifdef RF_TEST_GPUS
 static const char *const ones[] = {"hip:0", "hip:0"}, *const groups[] = {"hip:0,1", "hip:1,0,1"};

@@ -348,7 +348,7 @@ static void test_route_rows(void) {
             logits[k] = i % 3 == 0 && mg_below(&rng, 4) == 0 ? odd[mg_below(&rng, 5)] : (float)mg_below(&rng, 9) - 4;
             bias[k] = (float)mg_below(&rng, 5);
         }
-        rfi_route_row(&op, logits, i % 2 ? bias : NULL, ids, weights);
+        rfi_route_row(&op, logits, i % 2 ? bias : NULL, NULL, ids, weights);
         route_rows_want(r, logits, i % 2 ? bias : NULL, want, want_weights);
         for (uint32_t k = 0; k < r->n_used; k++) {
             CHECK(ids[k] == (int32_t)want[k], "%u of %u experts, %u of %u groups: choice %u is %d, want %u", r->n_used, n,
@@ -357,6 +357,20 @@ static void test_route_rows(void) {
                   weights[k], want_weights[k]);
         }
     }
+}
+
+/* Square roots of softplus, of experts that are given; the weight of one that there is not is NaN. */
+static void test_route_given(void) {
+    static const int32_t given[4] = {2, 0, 5, -1};
+    const float logits[5] = {-3.5f, 0.25f, 40.0f, 1.0f, -60.0f};
+    const rf_op op = {.kind = RF_OP_ROUTE, .flags = RF_OP_SQRT_SOFTPLUS, .route = {.n_experts = 5, .n_used = 4, .scale = 1.5f}};
+    float weights[4];
+    int32_t ids[4];
+    rfi_route_row(&op, logits, NULL, given, ids, weights);
+    CHECK(ids[0] == 2 && ids[1] == 0 && ids[2] == 0 && ids[3] == 0, "ids %d %d %d %d", ids[0], ids[1], ids[2], ids[3]);
+    CHECK(fabs(weights[0] - 1.5 * sqrt(40.0)) < 1e-5 && fabs(weights[1] - 1.5 * sqrt(log1p(exp(-3.5)))) < 1e-6, "weights %g %g",
+          (double)weights[0], (double)weights[1]);
+    CHECK(isnan(weights[2]) && isnan(weights[3]), "weights %g %g", (double)weights[2], (double)weights[3]);
 }
 
 /* Mixes as files have them: K-quants with others, float among quantized matrices, another type for the embedding. */
@@ -1389,7 +1403,7 @@ static const struct {
     {"qwen3moe.nextn_predict_layers", SET, 2, RF_ERR_FORMAT, "nextn_predict_layers", {MOE, .n_next = 1}},
     {"glm4moe.leading_dense_block_count", SET, 3, RF_ERR_FORMAT, "leading_dense_block_count", {GLM, .n_dense = 1}},
     {"glm4moe.leading_dense_block_count", SET, 0, RF_ERR_NOT_FOUND, "blk.0.ffn_gate_inp.weight", {GLM, .n_dense = 1}},
-    {"glm4moe.expert_gating_func", SET, 4, RF_ERR_UNSUPPORTED, "glm4moe.expert_gating_func", {GLM, .gating = 1}},
+    {"glm4moe.expert_gating_func", SET, 5, RF_ERR_UNSUPPORTED, "glm4moe.expert_gating_func", {GLM, .gating = 1}},
     {"glm4moe.expert_weights_scale", SET, 0x7fc00000, RF_ERR_FORMAT, "expert_weights_scale", {GLM, .expert_scale = 2}},
     {"glm4moe.expert_shared_count", SET, 1025, RF_ERR_FORMAT, "expert_shared_count", {GLM, .n_shared = 1}},
     {"glm4moe.expert_shared_count", SET, 2, RF_ERR_FORMAT, "blk.0.ffn_gate_shexp.weight", {GLM, .n_shared = 1}},
@@ -1516,6 +1530,7 @@ int main(int argc, char **argv) {
     RUN(test_experts);
     RUN(test_experts_steps);
     RUN(test_route_rows);
+    RUN(test_route_given);
     RUN(test_mixes);
     RUN(test_cache_f16);
     RUN(test_long);
