@@ -1525,9 +1525,9 @@ ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active,
 #define RF_OP_CENTER 4u         /* RMS_NORM: subtract the mean first (LayerNorm)                                    */
 #define RF_OP_POSITIONS 8u      /* EMBED: look up the row's position instead of its token                           */
 #define RF_OP_LAST 0x10u        /* ROPE: rotate the last n_rot values of a head instead of the first;
-                                 * INDEX: score a block by its last position                                        */
+                                 * INDEX: there is a key for each block, not for each position                      */
 #define RF_OP_SIGMOID 0x100u    /* ROUTE: probabilities by sigmoid; MIX, SPREAD: weights are sigmoid(in2)           */
-#define RF_OP_SQRT_SOFTPLUS 0x40000u /* ROUTE: "probabilities" by sqrt(softplus)                                    */
+#define RF_OP_SQRT_SOFTPLUS 0x40000u /* ROUTE: weights by sqrt(softplus)                                            */
 #define RF_OP_CHOSEN 0x200u     /* ROUTE: softmax over the chosen experts only                                      */
 #define RF_OP_NORMALIZE 0x400u  /* ROUTE: weights of the chosen experts add up to 1                                 */
 #define RF_OP_PER_CHOICE 0x800u /* EXPERTS: every chosen expert has an input row of its own                         */
@@ -1542,6 +1542,7 @@ ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active,
 #define RF_MAX_REACH 15u     /* rows before its own that the taps of a CONV reach back to */
 #define RF_MAX_EXPERTS 1024u /* of a layer   */
 #define RF_MAX_BLENDS 256u   /* of a BLEND   */
+#define RF_MAX_BLOCK 65536u  /* positions of a row that COMPRESS makes */
 
 typedef enum rf_op_rows { RF_ROWS_TOKENS = 0, RF_ROWS_LOGITS = 1 } rf_op_rows;
 
@@ -2036,7 +2037,7 @@ typedef struct rf_trim_params {
         rf_op_out(s, p->n); \
         rf_op_vector(s, op->weight, p->unit * n_in); \
         rf_op_recurrent(s, rf_compress_width(p)); \
-        rf_op_need(s, p->unit >= 2, "a block must have two positions"); \
+        rf_op_need(s, p->unit >= 2 && p->unit <= RF_MAX_BLOCK, "a block must have 2 to 65536 positions"); \
         rf_op_need(s, op->out != op->in && op->out != op->in2, "out must not be an input"); \
     })
 
@@ -8695,8 +8696,9 @@ static void rfi_config_compressed(rfi_key_reader *k, rfi_config *c) {
             rfi_key_fail(k, RF_ERR_FORMAT, "want attention.key_length %u, found %u", l->head_dim, l->head_dim_v);
         if (!rfi_key_read(k, "attention.compress_ratios", 1)) return;
         if (kv->type != RF_KV_ARRAY || rf_kv_int(kv, il, &ratio, NULL) != RF_OK || ratio < 0 || ratio == 1 ||
-            ratio > 1 << 16)
-            rfi_key_fail(k, RF_ERR_FORMAT, "layer %u: want 0, or 2 to 65536, found %lld", il, (long long)ratio);
+            ratio > RF_MAX_BLOCK)
+            rfi_key_fail(k, RF_ERR_FORMAT, "layer %u: want 0, or 2 to %u, found %lld", il, RF_MAX_BLOCK,
+                         (long long)ratio);
         l->ratio = (uint32_t)ratio;
         l->swa = ratio == 0;
     }

@@ -2447,6 +2447,21 @@ static void report(app *a, const char *text) {
     putchar('\n');
 }
 
+/* Ids of experts as values: NaN for one that no expert has. */
+static void decode_ids(const app *a, const rf_plan_weight *w, uint64_t n) {
+    const rf_plan *plan = rf_model_get_plan(a->m);
+    uint32_t n_experts = 0;
+    for (uint32_t i = 0; i < plan->n_ops; i++)
+        if (plan->ops[i].kind == RF_OP_ROUTE && plan->ops[i].factor < plan->n_weights &&
+            &plan->weights[plan->ops[i].factor] == w)
+            n_experts = plan->ops[i].route.n_experts;
+    for (uint64_t i = 0; i < n; i++) {
+        uint32_t id;
+        memcpy(&id, raw + 4 * i, sizeof id);
+        values[i] = id < n_experts ? (float)id : NAN;
+    }
+}
+
 /* Decode a matrix and check every value: a bad block scale makes them NaN or infinite (0 * inf is NaN, too). */
 static int scan_matrix(app *a, const rf_plan_weight *w, uint32_t expert, uint64_t done_bytes) {
     int code;
@@ -2460,7 +2475,8 @@ static int scan_matrix(app *a, const rf_plan_weight *w, uint32_t expert, uint64_
         if ((code = lib(a, rf_gguf_read_tensor(a->g, w->tensor, expert * w->size_bytes + offset, raw, n_bytes,
                            &a->err))))
             return code;
-        if ((code = lib(a, rf_dequantize(w->type, raw, n, values, &a->err)))) return code;
+        if (w->type == RF_TYPE_I32) decode_ids(a, w, n);
+        else if ((code = lib(a, rf_dequantize(w->type, raw, n, values, &a->err)))) return code;
         for (uint64_t i = 0; i < n; i++)
             if (!isfinite(values[i]) && n_found++ == 0)
                 first = at * type.block_elements + i, what = isnan(values[i]) ? "NaN" : "infinite";
