@@ -431,6 +431,15 @@ typedef struct rf_device_info {
     uint32_t lost;          /* 1: the device failed for good, close what uses it                  */
 } rf_device_info;
 
+/* How several devices share a model. By tensors (RF_SPLIT_TENSORS) every GPU computes a part of every layer: heads of
+ * attention and columns of the FFN, of which it holds the weights and the KV cache; the embedding is on all of them,
+ * the output matrix on the first. Two sums over all GPUs a layer join the parts, so that a token takes less time, too:
+ * by a kernel on each that writes into the others' memory. For GPUs with peer access, and dense models of attention and
+ * gated FFNs without fused tensors; others are refused by name when the model is opened. Results are those of one
+ * device but for rounding, with the same bits in every run. If a GPU waits for another in vain, some 20 seconds, that
+ * is an error that names both; the device is lost then. */
+typedef enum rf_split { RF_SPLIT_LAYERS = 0, RF_SPLIT_TENSORS = 1 } rf_split;
+
 typedef struct rf_device_desc {
     rf_allocator allocator;
     uint32_t n_threads;     /* CPU: threads that compute, the caller's included; 0 = one per core allowed (max 256) */
@@ -438,6 +447,7 @@ typedef struct rf_device_desc {
                                and for equal bits on different machines. */
     uint64_t budget_bytes;  /* for the weights of all models on it; 0 = what is free on a GPU, no limit on the CPU. The
                                least recently used model gives way. */
+    uint32_t split;         /* several devices: rf_split, by layers or by tensors */
     uint64_t fail_call;     /* null device: the n-th call fails (1 = the first); 0 = none */
     uint32_t fail_forever;  /* null device: so do all later ones                          */
     uint32_t fail_late;     /* null device: a weight_write fails at its ticket, not at once */
@@ -456,7 +466,8 @@ ROCMFORGE_API rf_result rf_device_list(rf_device_info *out, uint32_t capacity, u
  *              Activations go from GPU to GPU by peer access if a copy of 64 KiB passes a test within a second, else
  *              through pinned host memory: then rf_device_info.note says why. A call with rows for several
  *              micro-batches keeps all GPUs at work. The bits are those of one device where all are alike. At most
- *              16; the name has at most 63 bytes. A failure names the member
+ *              16; the name has at most 63 bytes. desc.split RF_SPLIT_TENSORS splits layers themselves. A failure
+ *              names the member
  *   desc  in   NULL = defaults;   out  receives the object, NULL on failure
  * Returns RF_OK; RF_ERR_NOT_FOUND (no such device: the text lists what there is); RF_ERR_DEVICE; RF_ERR_MEMORY.
  * Memory: the CPU device keeps n_threads - 1 sleeping threads.   Threads any; the object may be shared. */
@@ -1807,6 +1818,12 @@ typedef struct rf_trim_params {
     float cutoff;
 } rf_trim_params;
 
+/* SUM, of a group's members (rf_plan_members): out[T, n] = the sum of every member's in[T, n], in the order of their
+ * ranks; of its own alone if there are no others. */
+typedef struct rf_sum_params {
+    uint32_t n;
+} rf_sum_params;
+
 /* The one table of ops: X(KIND, id, member, rows, flags, operands).
  *   member    of rf_op's union, also the op's name       rows   RF_OP_ANY_ROWS, or the only rf_op_rows there may be
  *   flags     that the kind takes
@@ -2039,6 +2056,11 @@ typedef struct rf_trim_params {
         rf_op_recurrent(s, rf_compress_width(p)); \
         rf_op_need(s, p->unit >= 2 && p->unit <= RF_MAX_BLOCK, "a block must have 2 to 65536 positions"); \
         rf_op_need(s, op->out != op->in && op->out != op->in2, "out must not be an input"); \
+    }) \
+    X(SUM, 24, sum, RF_ROWS_TOKENS, RF_OP_ACCUMULATE, { \
+        rf_op_in(s, op->in, p->n); \
+        rf_op_out(s, p->n); \
+        rf_op_need(s, op->in != op->out, "out must not be in"); \
     })
 
 #define RF_OP_ANY_ROWS 0xffu
@@ -2329,9 +2351,10 @@ static inline const char *rf_op_check(const rf_plan *plan, const rf_op *op) {
 }
 
 /* 1 if op i is the first of a segment. A segment is the ops of a layer, cut after each ROUTE: then the host knows which
- * experts must be loaded. */
+ * experts must be loaded. A SUM is one of its own: all members are given the ops before it, and then the SUM. */
 static inline int rf_op_begins_segment(const rf_plan *plan, uint32_t i) {
-    return i == 0 || plan->ops[i].layer != plan->ops[i - 1].layer || plan->ops[i - 1].kind == RF_OP_ROUTE;
+    return i == 0 || plan->ops[i].layer != plan->ops[i - 1].layer || plan->ops[i - 1].kind == RF_OP_ROUTE ||
+           plan->ops[i - 1].kind == RF_OP_SUM || plan->ops[i].kind == RF_OP_SUM;
 }
 
 /* The plan of a model: borrowed, immutable, until the model is closed. NULL for NULL. Threads any. */
@@ -2402,7 +2425,21 @@ typedef struct rf_weight_part {
     const rf_mem *mem;      /* of weight_layout's size for the whole weight, from offset on */
     uint64_t offset;
     const rf_mem *scratch;  /* as asked for by weight_layout, or NULL                       */
+    uint64_t src_stride;    /* bytes from a row of src to the next; 0: those of a row       */
 } rf_weight_part;
+
+/* A plan that several devices run side by side, each its own part of every layer: what their SUM ops need. A member
+ * writes its part into all others' blocks, then a flag, waits for theirs, and adds up what came. */
+#define RF_MAX_MEMBERS 16u
+#define RF_SUM_BLOCKS 64u      /* of each member's launch of a sum: block i waits for the others' blocks i */
+#define RF_SUM_HEAD_BYTES 8192u /* of a block: flags, counts */
+typedef struct rf_plan_members {
+    uint32_t n, rank;
+    const rf_mem *blocks; /* [n] by shared_create: RF_SUM_HEAD_BYTES of zeros, then floats [2][n][n_batch * widest
+                             sum] */
+    uint32_t *trouble;    /* [1 + n] host memory of all members, at first 0. [0] is not 0: nobody waits any more;
+                             [1 + k]: member k gave up its wait for member [1 + k] - 1 */
+} rf_plan_members;
 
 /* Everything a session brings for plan_prepare; kept by reference until plan_release. */
 typedef struct rf_plan_bind {
@@ -2419,6 +2456,7 @@ typedef struct rf_plan_bind {
     uint32_t n_logits;             /* rows of the logits buffers at most                     */
     uint32_t cache_type;           /* rf_cache_type                                          */
     uint32_t n_slots;              /* of recurrent states, for all sequences                 */
+    const rf_plan_members *members; /* NULL: the device runs the plan alone                  */
 } rf_plan_bind;
 
 /* Cells of a state per sequence; 0 if it is neither the context nor a ring that is large enough. */
@@ -2506,6 +2544,9 @@ typedef struct rf_device_api {
     /* device memory, aligned to 256, contents undefined; release waits for nothing: the host knows it is idle */
     rf_result (*mem_create)(rf_dev *d, uint64_t size_bytes, rf_mem *out, rf_error *err);
     void (*mem_release)(rf_dev *d, rf_mem *mem);
+    /* memory that kernels of d's peers write while d's kernels read it. NULL: the device is no member of
+     * rf_plan_members, and takes no rf_weight_part with a src_stride */
+    rf_result (*shared_create)(rf_dev *d, uint64_t size_bytes, rf_mem *out, rf_error *err);
 
     rf_result (*queue_create)(rf_dev *d, rf_queue **out, rf_error *err);
     void (*queue_release)(rf_queue *q); /* waits for its work */
@@ -2552,6 +2593,10 @@ typedef struct rf_device_api {
      * in order; segment 0 starts a new step. */
     rf_result (*plan_run)(rf_prepared *p, rf_queue *q, uint32_t first, uint32_t last, const rf_step *step,
                           rf_ticket *ticket, rf_error *err);
+    /* Of a member, before a step: do what may wait for other devices, as loading kernels and making graphs does. *whole
+     * becomes 1 if plan_run of all segments then only submits; else each segment is submitted to all members before the
+     * next one: a wait for a device, whose SUM waits for a member that has not been given it yet, would not end. */
+    rf_result (*plan_ready)(rf_prepared *p, rf_queue *q, const rf_step *step, int *whole, rf_error *err);
     void (*plan_release)(rf_prepared *p);
     rf_session_stats (*plan_stats)(const rf_prepared *p); /* since it was prepared; no plan_run of it is running */
     /* microseconds of each op in the last run that was timed, 0 for one done along with another; us == NULL switches
@@ -6844,7 +6889,7 @@ static uint32_t rfi_layer_weights(const rf_plan *plan, uint32_t *at, uint32_t *o
 
 /* ---- placement ---- */
 
-#define RFI_MEMBERS 16u /* of a group, each with a place of its own */
+#define RFI_MEMBERS RF_MAX_MEMBERS /* of a group, each with a place of its own */
 
 static uint32_t rfi_group_size(const rf_device *d); /* 1, or the members of a group */
 /* The members' parts of a budget, as the memory is that is free now; one that is no GPU beside GPUs has no limit. */
@@ -15282,6 +15327,15 @@ static void rfi_cpu_trim(void *ctx, uint32_t chunk, uint32_t thread) {
     for (uint32_t i = 0; i < n; i++) out[i] = in[i] - least < 0 ? 0 : in[i] - least;
 }
 
+/* Of one member. */
+static void rfi_cpu_member_sum(void *ctx, uint32_t chunk, uint32_t thread) {
+    const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
+    const float *in = o->in + chunk * o->in_width;
+    float *out = o->out + chunk * o->out_width;
+    RFI_UNUSED(thread);
+    for (uint32_t i = 0; i < o->op->sum.n; i++) out[i] = o->op->flags & RF_OP_ACCUMULATE ? out[i] + in[i] : in[i];
+}
+
 static void rfi_cpu_blend(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_blend_params *par = &o->op->blend;
@@ -15887,6 +15941,7 @@ static void rfi_cpu_run_op(rfi_cpu_plan *p, uint32_t index, const rf_step *step)
     case RF_OP_INDEX: rfi_cpu_run_index(&o); break;
     case RF_OP_MATCH: rfi_pool_run(pool, rfi_cpu_match, &o, o.n_rows); break;
     case RF_OP_TRIM: rfi_pool_run(pool, rfi_cpu_trim, &o, o.n_rows); break;
+    case RF_OP_SUM: rfi_pool_run(pool, rfi_cpu_member_sum, &o, o.n_rows); break;
     case RF_OP_BLEND:
         o.vector = rfi_cpu_vector(p, op->weight, 0, op->blend.n, 0);
         rfi_pool_run(pool, rfi_cpu_blend, &o, o.n_rows);
@@ -16889,7 +16944,8 @@ static const rf_device_api rfi_null_api = {
  * the plan and of the memory that was free when the group was opened, so that all calls agree on them. Each member has
  * the whole scratch memory; before its first op it copies the buffers that the members before it wrote and that it or a
  * later one reads: from their memory, or where it cannot (rfi_group_probe) through pinned host memory. On GPUs the host
- * waits for none of this, so that a member may begin the next micro-batch while the one behind it is at work. */
+ * waits for none of this, so that a member may begin the next micro-batch while the one behind it is at work.
+ * By tensors (RF_SPLIT_TENSORS) each member has a shard of the whole plan instead, and SUM ops join them. */
 
 #define RFI_GROUP_TICKETS 64u /* of a queue, that are remembered */
 #define RFI_PROBE_BYTES 65536u
@@ -16919,7 +16975,10 @@ typedef struct rfi_group {
     rfi_member members[RFI_MEMBERS];
     uint32_t host_member; /* creates host memory: the first GPU, or 0     */
     char note[160];       /* copies that go through host memory, and why  */
+    uint32_t split;       /* rf_split */
+    uint32_t *trouble;    /* by tensors: as in rf_plan_members, for all plans */
     rfi_probe *stuck;     /* its copy did not end; NULL: there is none    */
+    pthread_mutex_t order; /* by tensors, see rfi_group_order; recursive */
     pthread_mutex_t lock; /* guards what follows, and what blocks have of members' memory */
     const rf_plan_weight *weights; /* whose users are known: those of the plan that layouts were asked for last */
     uint32_t *users;               /* as in rfi_group_table */
@@ -16939,9 +16998,26 @@ typedef struct rfi_group_mem {
     uint32_t n_pieces;
 } rfi_group_mem;
 
+/* The part of a matrix that a member has: rows [row, row + n_rows) of values [in, in + n_in). n_rows 0: none. */
+typedef struct rfi_portion {
+    uint32_t row, n_rows, in, n_in;
+} rfi_portion;
+
+/* A member's part of a plan. What is split has the same index as in the plan; one buffer more holds partial sums. */
+typedef struct rfi_shard {
+    rf_plan plan;
+    rf_op *ops;
+    uint32_t *origin; /* [plan.n_ops] index of the op that it is a part of */
+    rf_plan_buffer *buffers;
+    rf_plan_state *states;
+    rf_plan_weight *weights;
+    rfi_portion *slices; /* [n_weights] */
+} rfi_shard;
+
 typedef struct rfi_group_table {
     rfi_group *g;
     const rf_plan *plan;
+    rfi_shard shards[RFI_MEMBERS]; /* by tensors */
     uint32_t *users; /* [n_weights] bit m: member m uses it */
     rf_table *tables[RFI_MEMBERS];
 } rfi_group_table;
@@ -16967,6 +17043,13 @@ typedef struct rfi_group_plan {
     uint64_t *state_offset;             /* [n_states] in the memory of the state's member */
     uint8_t *enters;                    /* [n][n_buffers] 1: member m takes it from the one before */
     void *bounce[RFI_MEMBERS];          /* host memory for what enters a member; NULL: it copies by itself */
+    /* by tensors; state_offset is [n][n_states] */
+    rfi_shard shards[RFI_MEMBERS];
+    rf_plan_members members[RFI_MEMBERS];
+    rf_mem blocks[RFI_MEMBERS];
+    uint64_t *buffer_offset;            /* [n_buffers + 1] */
+    uint32_t *shard_segments;           /* [n_segments + 1] where the session's segments begin among the shards' */
+    uint32_t n_segments;                /* the session's; segments[m] are the shards' */
 } rfi_group_plan;
 
 static rfi_group *rfi_group_of(rf_dev *d) { return (rfi_group *)(void *)d; }
@@ -16996,6 +17079,16 @@ static rf_result rfi_group_fail(const rfi_member *m, rf_error *why, rf_error *er
             if ((r) != RF_OK) (r) = rfi_group_fail(m, &why, err);  \
         }                                                          \
     } while (0)
+
+/* By tensors, around all that gives members work or memory. Drivers wait for devices in calls that allocate, free, or
+ * load kernels, and hold up other threads' calls as long: while one member's SUM waits for another's that is not
+ * submitted yet, no thread may be in such a call. */
+static void rfi_group_order(rfi_group *g) {
+    if (g->split) pthread_mutex_lock(&g->order);
+}
+static void rfi_group_order_end(rfi_group *g) {
+    if (g->split) pthread_mutex_unlock(&g->order);
+}
 
 /* ---- which member runs what ---- */
 
@@ -17055,11 +17148,254 @@ static void rfi_group_cut(const rfi_group *g, const rf_plan *plan, uint32_t *cut
     for (uint32_t m = 1; returns && m <= g->n; m++) cuts[m] = plan->n_ops;
 }
 
+/* ---- by tensors: shards ----
+ * A walk over the ops says which buffers are split: queries, keys, values and what attention makes of them by KV heads
+ * (with the query heads that share one), what a GLU reads and makes by columns. Products of whole inputs with split
+ * outputs have some rows of their weights on each member, those of split inputs some columns: their results are partial
+ * sums, and a SUM follows. All else is done by every member, what is about logits by the first one alone. */
+
+enum { RFI_WHOLE, RFI_HEADS, RFI_COLUMNS };
+
+typedef struct rfi_sharing {
+    const rf_plan *plan;
+    uint32_t n_kv_heads, n, m; /* of all layers alike; members; which of them */
+} rfi_sharing;
+
+static rfi_sharing rfi_sharing_of(const rf_plan *plan, uint32_t n, uint32_t m) {
+    rfi_sharing s = {plan, 0, n, m};
+    for (uint32_t i = 0; i < plan->n_ops && !s.n_kv_heads; i++)
+        if (plan->ops[i].kind == RF_OP_ATTENTION) s.n_kv_heads = plan->ops[i].attention.n_kv_heads;
+    return s;
+}
+
+/* How a buffer is split. */
+static int rfi_shard_kind(const rf_plan *plan, uint32_t buffer) {
+    for (const rf_op *op = plan->ops; buffer != RF_NONE && op < plan->ops + plan->n_ops; op++) {
+        if (op->kind == RF_OP_ATTENTION && (op->in == buffer || op->out == buffer)) return RFI_HEADS;
+        if (op->kind == RF_OP_KV_STORE && (op->in == buffer || op->in2 == buffer)) return RFI_HEADS;
+        if (op->kind == RF_OP_GLU && (op->in == buffer || op->in2 == buffer || op->out == buffer)) return RFI_COLUMNS;
+    }
+    return RFI_WHOLE;
+}
+
+/* Values that are never cut: of a KV head; of columns whole blocks of all types, if that is possible. */
+static uint32_t rfi_shard_unit(const rfi_sharing *s, int kind, uint32_t n) {
+    if (kind == RFI_HEADS) return s->n_kv_heads ? n / s->n_kv_heads : 0;
+    return n % 256 == 0 && n / 256 >= s->n ? 256 : 32;
+}
+
+/* Whether n values can be split: they are whole units, one for each member at least. */
+static int rfi_shard_fits(const rfi_sharing *s, int kind, uint32_t n) {
+    const uint32_t unit = rfi_shard_unit(s, kind, n);
+    return unit && n % (kind == RFI_HEADS ? s->n_kv_heads : unit) == 0 && n / unit >= s->n;
+}
+
+/* The member's part of n values; *n becomes how many.   Returns the first */
+static uint32_t rfi_shard_part(const rfi_sharing *s, int kind, uint32_t *n) {
+    const uint32_t unit = rfi_shard_unit(s, kind, *n);
+    if (kind == RFI_WHOLE || !unit) return 0;
+    const uint64_t units = *n / unit, begin = units * s->m / s->n, end = units * (s->m + 1) / s->n;
+    *n = (uint32_t)(end - begin) * unit;
+    return (uint32_t)begin * unit;
+}
+
+/* Bytes of n values of a row, whole blocks. */
+static uint64_t rfi_shard_bytes(const rf_plan_weight *w, uint32_t n) {
+    const rf_type_info type = rf_type_get(w->type);
+    return (uint64_t)n / type.block_elements * type.block_bytes;
+}
+
+/* What the member needs of a weight for one op. */
+static rfi_portion rfi_shard_slice_for(const rfi_sharing *s, const rf_op *op, uint32_t weight) {
+    const rf_plan_weight *w = &s->plan->weights[weight];
+    rfi_portion part = {0, w->n_rows, 0, w->n_in};
+    const int in = rfi_shard_kind(s->plan, op->in), out = rfi_shard_kind(s->plan, op->out);
+    if (op->rows == RF_ROWS_LOGITS && s->m) part.n_rows = 0;
+    if (op->kind == RF_OP_ATTENTION) part.in = rfi_shard_part(s, RFI_HEADS, &part.n_in); /* sinks */
+    if (op->kind != RF_OP_MATMUL || part.n_rows == 0) return part;
+    if (op->weight == weight) {
+        part.row = rfi_shard_part(s, out, &part.n_rows);
+        part.in = rfi_shard_part(s, in, &part.n_in);
+    } else if (op->bias == weight) {
+        part.in = rfi_shard_part(s, out, &part.n_in);
+        if (in != RFI_WHOLE && s->m) part.n_rows = 0; /* added once */
+    }
+    return part;
+}
+
+static rfi_portion rfi_shard_slice(const rfi_sharing *s, uint32_t weight) {
+    rfi_portion part = {0, 0, 0, 0};
+    for (const rf_op *op = s->plan->ops; op < s->plan->ops + s->plan->n_ops && part.n_rows == 0; op++)
+        if (op->weight == weight || op->bias == weight || op->factor == weight)
+            part = rfi_shard_slice_for(s, op, weight);
+    return part;
+}
+
+/* *out: the weight as the member has it, or the whole one if it has none. */
+static rfi_portion rfi_shard_weight(const rfi_sharing *s, uint32_t weight, rf_plan_weight *out) {
+    const rfi_portion part = rfi_shard_slice(s, weight);
+    *out = s->plan->weights[weight];
+    if (part.n_rows == 0) return part;
+    out->size_bytes = rfi_shard_bytes(out, part.n_in) * part.n_rows;
+    out->n_rows = part.n_rows, out->n_in = part.n_in;
+    return part;
+}
+
+/* Why a product is not split; NULL: it is, or need not be. */
+static const char *rfi_shard_why_matmul(const rfi_sharing *s, const rf_op *op) {
+    const int in = rfi_shard_kind(s->plan, op->in), out = rfi_shard_kind(s->plan, op->out);
+    const rf_plan_weight *w = &s->plan->weights[op->weight];
+    const rf_type_info type = rf_type_get(w->type);
+    uint32_t n = op->matmul.n_in;
+    if (in == RFI_WHOLE && out == RFI_WHOLE) return NULL;
+    if (in != RFI_WHOLE && out != RFI_WHOLE) return "a product of a split input with a split output";
+    if (op->matmul.first_row || op->matmul.n_out != w->n_rows) return "a part of a fused tensor: want one of its own";
+    if (op->rows != RF_ROWS_TOKENS) return "its rows are those with logits";
+    if (out != RFI_WHOLE)
+        return rfi_shard_fits(s, out, op->matmul.n_out) ? NULL : "fewer KV heads or columns than devices, or odd ones";
+    if (op->matmul.softcap != 0) return "a softcap of a sum";
+    if (!rfi_shard_fits(s, in, n)) return "fewer KV heads or columns than devices, or odd ones";
+    n = rfi_shard_unit(s, in, n);
+    return n % type.block_elements || n % 32 ? "its rows would be cut within blocks of its type" : NULL;
+}
+
+/* Why an op cannot be done in shards; NULL: it can. */
+static const char *rfi_shard_why(const rfi_sharing *s, const rf_op *op) {
+    const int in = rfi_shard_kind(s->plan, op->in), in2 = rfi_shard_kind(s->plan, op->in2),
+              out = rfi_shard_kind(s->plan, op->out);
+    const uint32_t ids[RF_OP_WEIGHTS] = {op->weight, op->bias, op->factor};
+    for (uint32_t k = 0; k < RF_OP_WEIGHTS; k++) {
+        if (ids[k] == RF_NONE) continue;
+        const rfi_portion one = rfi_shard_slice_for(s, op, ids[k]), any = rfi_shard_slice(s, ids[k]);
+        if (memcmp(&one, &any, sizeof one) != 0) return "its weight is used whole and split";
+    }
+    switch (op->kind) {
+    case RF_OP_EMBED: case RF_OP_GATHER: case RF_OP_ARGMAX:
+        return in != RFI_WHOLE || out != RFI_WHOLE ? "its buffers are split" : NULL;
+    case RF_OP_RMS_NORM:
+        if (in == RFI_WHOLE && out == RFI_WHOLE) return NULL;
+        return in != RFI_HEADS || out != RFI_HEADS || op->flags & RF_OP_EACH_HEAD || s->n_kv_heads == 0 ||
+                       op->norm.n_groups % s->n_kv_heads ? "a norm over parts" : NULL;
+    case RF_OP_MATMUL: return rfi_shard_why_matmul(s, op);
+    case RF_OP_ROPE:
+        return in == RFI_COLUMNS || (in == RFI_HEADS && op->rope.n_heads % s->n_kv_heads) ? "heads of no KV head"
+                                                                                          : NULL;
+    case RF_OP_KV_STORE:
+        return op->flags & RF_OP_MLA || op->in2 == RF_NONE || op->kv_store.n_kv_heads != s->n_kv_heads
+                   ? "latent keys, or layers with other numbers of KV heads" : NULL;
+    case RF_OP_ATTENTION:
+        return op->flags & RF_OP_MLA || op->in2 != RF_NONE || op->bias != RF_NONE ||
+                       op->attention.n_kv_heads != s->n_kv_heads
+                   ? "latent keys, lists, biases, or layers with other numbers of KV heads" : NULL;
+    case RF_OP_GLU:
+        return in != RFI_COLUMNS || out != RFI_COLUMNS || (op->in2 != RF_NONE && in2 != RFI_COLUMNS) ||
+                       op->glu.in2_at || op->glu.repeat > 1 || op->flags & RF_OP_EACH_HEAD ||
+                       !rfi_shard_fits(s, RFI_COLUMNS, op->glu.n) ? "want a gate and an input, each of its own" : NULL;
+    case RF_OP_ROUTE: case RF_OP_EXPERTS: return "mixtures of experts are not split yet";
+    default: return "ops of this kind are not split yet";
+    }
+}
+
+/* The member's part of an op that rfi_shard_why accepted. Partial sums go to buffer `sums`. */
+static rf_op rfi_shard_op(const rfi_sharing *s, const rf_op *op, uint32_t sums) {
+    rf_op own = *op;
+    const int in = rfi_shard_kind(s->plan, op->in), out = rfi_shard_kind(s->plan, op->out);
+    switch (op->kind) {
+    case RF_OP_RMS_NORM: rfi_shard_part(s, in, &own.norm.n_groups); break;
+    case RF_OP_ROPE: rfi_shard_part(s, in, &own.rope.n_heads); break;
+    case RF_OP_KV_STORE: rfi_shard_part(s, RFI_HEADS, &own.kv_store.n_kv_heads); break;
+    case RF_OP_GLU: rfi_shard_part(s, RFI_COLUMNS, &own.glu.n); break;
+    case RF_OP_ATTENTION: {
+        const uint32_t first = rfi_shard_part(s, RFI_HEADS, &own.attention.n_heads);
+        rfi_shard_part(s, RFI_HEADS, &own.attention.n_kv_heads);
+        if (own.attention.slopes != RF_NONE) own.attention.slopes += first;
+        break;
+    }
+    case RF_OP_MATMUL:
+        rfi_shard_part(s, out, &own.matmul.n_out);
+        rfi_shard_part(s, in, &own.matmul.n_in);
+        if (in == RFI_WHOLE) break;
+        own.out = sums;
+        own.flags &= ~RF_OP_ACCUMULATE;
+        if (s->m) own.bias = RF_NONE;
+        break;
+    default: break;
+    }
+    return own;
+}
+
+static void rfi_shard_close(const rf_allocator *alloc, rfi_shard *shard) {
+    rfi_free(alloc, shard->ops);
+    rfi_free(alloc, shard->origin);
+    rfi_free(alloc, shard->buffers);
+    rfi_free(alloc, shard->states);
+    rfi_free(alloc, shard->weights);
+    rfi_free(alloc, shard->slices);
+    memset(shard, 0, sizeof *shard);
+}
+
+static void rfi_shard_make_ops(const rfi_sharing *s, rfi_shard *shard) {
+    const rf_plan *plan = s->plan;
+    rf_plan_buffer *sums = &shard->buffers[plan->n_buffers];
+    for (uint32_t i = 0; i < plan->n_ops; i++) {
+        const rf_op *op = &plan->ops[i];
+        if (op->rows == RF_ROWS_LOGITS && s->m) continue;
+        shard->origin[shard->plan.n_ops] = i;
+        shard->ops[shard->plan.n_ops++] = rfi_shard_op(s, op, plan->n_buffers);
+        if (op->kind != RF_OP_MATMUL || rfi_shard_kind(plan, op->in) == RFI_WHOLE) continue;
+        if (op->matmul.n_out > sums->width) sums->width = op->matmul.n_out;
+        shard->origin[shard->plan.n_ops] = i;
+        shard->ops[shard->plan.n_ops++] =
+            (rf_op){.kind = RF_OP_SUM, .rows = op->rows, .flags = op->flags & RF_OP_ACCUMULATE, .layer = op->layer,
+                    .in = plan->n_buffers, .in2 = RF_NONE, .in3 = RF_NONE, .out = op->out, .state = RF_NONE,
+                    .weight = RF_NONE, .bias = RF_NONE, .factor = RF_NONE, .sum = {op->matmul.n_out}};
+    }
+}
+
+/* Member m's part of a plan whose ops were all accepted. */
+static rf_result rfi_shard_open(const rf_allocator *alloc, const rf_plan *plan, uint32_t n, uint32_t m,
+                                rfi_shard *shard, rf_error *err) {
+    const rfi_sharing s = rfi_sharing_of(plan, n, m);
+    const uint64_t n_buffers = plan->n_buffers + 1ull, n_states = plan->n_states + 1ull, n_weights = plan->n_weights;
+    shard->ops = (rf_op *)rfi_alloc(alloc, 2ull * plan->n_ops, sizeof *shard->ops, "a shard", err);
+    shard->origin = (uint32_t *)rfi_alloc(alloc, 2ull * plan->n_ops, sizeof *shard->origin, "a shard", err);
+    shard->buffers = (rf_plan_buffer *)rfi_alloc(alloc, n_buffers, sizeof *shard->buffers, "a shard", err);
+    shard->states = (rf_plan_state *)rfi_alloc(alloc, n_states, sizeof *shard->states, "a shard", err);
+    shard->weights = (rf_plan_weight *)rfi_alloc(alloc, n_weights, sizeof *shard->weights, "a shard", err);
+    shard->slices = (rfi_portion *)rfi_alloc(alloc, n_weights, sizeof *shard->slices, "a shard", err);
+    if (!shard->ops || !shard->origin || !shard->buffers || !shard->states || !shard->weights || !shard->slices) {
+        rfi_shard_close(alloc, shard);
+        return RF_ERR_MEMORY;
+    }
+    for (uint32_t i = 0; i < plan->n_buffers; i++) {
+        shard->buffers[i] = plan->buffers[i];
+        rfi_shard_part(&s, rfi_shard_kind(plan, i), &shard->buffers[i].width);
+    }
+    shard->buffers[plan->n_buffers] = (rf_plan_buffer){.name = "sums", .rows = RF_ROWS_TOKENS, .width = 4};
+    for (uint32_t i = 0; i < plan->n_states; i++) {
+        shard->states[i] = plan->states[i];
+        rfi_shard_part(&s, RFI_HEADS, &shard->states[i].n_kv_heads);
+    }
+    for (uint32_t i = 0; i < plan->n_weights; i++) shard->slices[i] = rfi_shard_weight(&s, i, &shard->weights[i]);
+    shard->plan = *plan;
+    shard->plan.n_ops = 0;
+    rfi_shard_make_ops(&s, shard);
+    shard->plan.n_buffers++;
+    shard->plan.ops = shard->ops, shard->plan.buffers = shard->buffers, shard->plan.states = shard->states;
+    shard->plan.weights = shard->weights;
+    return RF_OK;
+}
+
 /* Bit m for each member that uses a weight: [n_weights]. */
 static void rfi_group_find_users(const rfi_group *g, const rf_plan *plan, uint32_t *users) {
     uint32_t cuts[RFI_MEMBERS + 1];
-    rfi_group_cut(g, plan, cuts);
     memset(users, 0, plan->n_weights * sizeof *users);
+    for (uint32_t m = 0; g->split && m < g->n; m++) {
+        const rfi_sharing s = rfi_sharing_of(plan, g->n, m);
+        for (uint32_t i = 0; i < plan->n_weights; i++) users[i] |= (uint32_t)(rfi_shard_slice(&s, i).n_rows > 0) << m;
+    }
+    if (g->split) return;
+    rfi_group_cut(g, plan, cuts);
     for (uint32_t m = 0; m < g->n; m++)
         for (uint32_t i = cuts[m]; i < cuts[m + 1]; i++) {
             const uint32_t ids[RF_OP_WEIGHTS] = {plan->ops[i].weight, plan->ops[i].bias, plan->ops[i].factor};
@@ -17123,6 +17459,8 @@ static rf_result rfi_probe_copy(rfi_probe *p, uint8_t *bytes, int *hangs, rf_err
 
 /* Can member m copy from member o? If not the note says why: peer-to-peer copies hang or are wrong on some hosts.
  * After one that hangs none is tried any more. */
+static void rfi_group_host_release(rf_dev *d, void *host);
+static rf_result rfi_group_host_create(rf_dev *d, uint64_t size_bytes, void **out, rf_error *err);
 static rf_result rfi_group_probe(rfi_group *g, uint32_t m, uint32_t o, uint8_t *bytes, rf_error *err) {
     rfi_member *to = &g->members[m], *from = &g->members[o];
     rfi_probe *p = NULL;
@@ -17148,8 +17486,9 @@ static rf_result rfi_group_probe(rfi_group *g, uint32_t m, uint32_t o, uint8_t *
 static rf_result rfi_group_find_peers(rfi_group *g, rf_error *err) {
     uint8_t *bytes = (uint8_t *)rfi_alloc(&g->alloc, RFI_PROBE_BYTES, 1, "a probe of devices", err);
     rf_result r = bytes ? RF_OK : RF_ERR_MEMORY;
-    for (uint32_t m = 1; m < g->n; m++)
-        for (uint32_t o = 0; r == RF_OK && o < m; o++) r = rfi_group_probe(g, m, o, bytes, err);
+    for (uint32_t m = 0; m < g->n; m++)
+        for (uint32_t o = 0; r == RF_OK && o < (g->split ? g->n : m); o++)
+            if (o != m) r = rfi_group_probe(g, m, o, bytes, err);
     if (g->stuck)
         for (uint32_t m = 0; m < g->n; m++) g->members[m].peers = 0;
     rfi_free(&g->alloc, bytes);
@@ -17158,14 +17497,53 @@ static rf_result rfi_group_find_peers(rfi_group *g, rf_error *err) {
 
 /* ---- open and close ---- */
 
+/* By tensors: each member's kernels write into the memory of all others. */
+static rf_result rfi_group_open_shards(rfi_group *g, rf_error *err) {
+    const uint32_t all = (uint32_t)((1ull << g->n) - 1);
+    void *trouble = NULL;
+    for (uint32_t m = 0; m < g->n; m++)
+        if (!g->members[m].api->shared_create || !g->members[m].is_gpu)
+            return rfi_fail(err, RF_ERR_UNSUPPORTED, m, "%s: %s: a split by tensors is for GPUs only", g->name,
+                            g->members[m].name);
+    for (uint32_t m = 0; m < g->n; m++) {
+        const rfi_member *member = &g->members[m];
+        for (uint32_t o = 0; o < m; o++)
+            if (strcmp(member->name, g->members[o].name) == 0)
+                return rfi_fail(err, RF_ERR_UNSUPPORTED, m, "%s: %s twice: a split by tensors wants each GPU once",
+                                g->name, member->name);
+        if ((member->peers | 1u << m) != all)
+            return rfi_fail(err, RF_ERR_UNSUPPORTED, m, "%s: a split by tensors wants peer access between all: %s",
+                            g->name, g->note);
+    }
+    rf_result r = rfi_group_host_create((rf_dev *)(void *)g, (RFI_MEMBERS + 1) * sizeof *g->trouble, &trouble, err);
+    if (r != RF_OK) return r;
+    memset(trouble, 0, (RFI_MEMBERS + 1) * sizeof *g->trouble);
+    g->trouble = (uint32_t *)trouble;
+    return RF_OK;
+}
+
+/* By tensors: a failure that ends the group's use. Kernels write it. */
+static rf_result rfi_group_trouble(const rfi_group *g, rf_error *err) {
+    const volatile uint32_t *trouble = g->trouble;
+    for (uint32_t m = 0; trouble && m < g->n; m++)
+        if (trouble[1 + m] && trouble[1 + m] <= g->n)
+            return rfi_fail(err, RF_ERR_DEVICE, m, "%s: waited in vain for its part of a sum from %s",
+                            g->members[m].name, g->members[trouble[1 + m] - 1].name);
+    if (trouble && trouble[0])
+        return rfi_fail(err, RF_ERR_DEVICE, 0, "%s: a step failed on one of them: close what uses it", g->name);
+    return RF_OK;
+}
+
 /* What a copy that still does not end uses is left to the process. */
 static void rfi_group_close(rf_dev *d) {
     rfi_group *g = rfi_group_of(d);
     rf_allocator alloc = g->alloc;
     if (g->stuck && g->stuck->to->api->ticket_done(&g->stuck->copied)) rfi_probe_close(g->stuck);
     rfi_free(&alloc, g->stuck);
+    rfi_group_host_release(d, g->trouble);
     for (uint32_t m = 0; m < g->n; m++) g->members[m].api->device_close(g->members[m].dev);
     pthread_mutex_destroy(&g->lock);
+    pthread_mutex_destroy(&g->order);
     rfi_free(&alloc, g->users);
     rfi_free(&alloc, g);
 }
@@ -17192,6 +17570,7 @@ static rf_result rfi_group_info(rf_dev *d, rf_device_info *out, rf_error *err) {
         }
         if (one.lost) snprintf(out->note, sizeof out->note, "%s is lost", g->members[m].name);
     }
+    if (rfi_group_trouble(g, NULL) != RF_OK) out->lost = 1;
     if (g->note[0] && !out->lost) memcpy(out->note, g->note, sizeof out->note);
     memcpy(out->name, g->name, sizeof out->name);
     return r;
@@ -17201,11 +17580,17 @@ static rf_result rfi_group_info(rf_dev *d, rf_device_info *out, rf_error *err) {
 static rf_result rfi_group_open(const char *name, const rfi_group *members, const uint32_t *indices,
                                 const rf_device_desc *desc, rf_dev **out, rf_error *err) {
     rfi_group *g = (rfi_group *)rfi_alloc(&desc->allocator, 1, sizeof *g, "a group of devices", err);
+    pthread_mutexattr_t recursive;
     rf_result r = RF_OK;
     if (!g) return RF_ERR_MEMORY;
     g->alloc = desc->allocator;
     snprintf(g->name, sizeof g->name, "%s", name);
+    g->split = desc->split;
     pthread_mutex_init(&g->lock, NULL);
+    pthread_mutexattr_init(&recursive);
+    pthread_mutexattr_settype(&recursive, PTHREAD_MUTEX_RECURSIVE);
+    pthread_mutex_init(&g->order, &recursive);
+    pthread_mutexattr_destroy(&recursive);
     for (uint32_t i = 0; r == RF_OK && i < members->n; i++) {
         rfi_member *m = &g->members[i];
         rf_device_info info = {0};
@@ -17218,6 +17603,7 @@ static rf_result rfi_group_open(const char *name, const rfi_group *members, cons
         if (m->is_gpu && !g->members[g->host_member].is_gpu) g->host_member = i;
     }
     if (r == RF_OK) r = rfi_group_find_peers(g, err);
+    if (r == RF_OK && g->split) r = rfi_group_open_shards(g, err);
     if (r != RF_OK) rfi_group_close((rf_dev *)(void *)g);
     else *out = (rf_dev *)(void *)g;
     return r;
@@ -17236,15 +17622,18 @@ static void rfi_group_host_release(rf_dev *d, void *host) {
     rfi_group *g = rfi_group_of(d);
     rfi_member *owner = &g->members[g->host_member];
     if (!host) return;
+    rfi_group_order(g);
     for (uint32_t m = 0; m < g->n; m++)
         if (rfi_group_shares_host(g, m)) owner->api->host_release(g->members[m].dev, host);
     owner->api->host_release(owner->dev, host);
+    rfi_group_order_end(g);
 }
 static rf_result rfi_group_host_create(rf_dev *d, uint64_t size_bytes, void **out, rf_error *err) {
     rfi_group *g = rfi_group_of(d);
     rfi_member *owner = &g->members[g->host_member];
     rf_result r = RF_OK;
     *out = NULL;
+    rfi_group_order(g);
     RFI_MEMBER(r, owner, host_create(owner->dev, size_bytes, out, &why), err);
     for (uint32_t m = 0; r == RF_OK && m < g->n; m++) {
         rfi_member *other = &g->members[m];
@@ -17254,6 +17643,7 @@ static rf_result rfi_group_host_create(rf_dev *d, uint64_t size_bytes, void **ou
             if (rfi_group_shares_host(g, m)) owner->api->host_release(g->members[m].dev, *out);
     }
     if (r != RF_OK && *out) owner->api->host_release(owner->dev, *out), *out = NULL;
+    rfi_group_order_end(g);
     return r;
 }
 
@@ -17268,8 +17658,10 @@ static rf_result rfi_group_mem_create(rf_dev *d, uint64_t size_bytes, rf_mem *ou
 static void rfi_group_mem_release(rf_dev *d, rf_mem *out) {
     rfi_group *g = rfi_group_of(d);
     rfi_group_mem *mem = rfi_group_mem_of(out);
+    rfi_group_order(g);
     for (uint32_t m = 0; m < g->n; m++)
         if (mem->mem[m].base) g->members[m].api->mem_release(g->members[m].dev, &mem->mem[m]);
+    rfi_group_order_end(g);
     rfi_free(&g->alloc, mem->pieces);
     rfi_free(&g->alloc, mem);
     memset(out, 0, sizeof *out);
@@ -17279,9 +17671,11 @@ static void rfi_group_mem_release(rf_dev *d, rf_mem *out) {
 static rf_result rfi_group_mem_have(rfi_group *g, rfi_group_mem *mem, uint32_t m, uint64_t size_bytes, rf_error *err) {
     rfi_member *member = &g->members[m];
     rf_result r = RF_OK;
+    rfi_group_order(g); /* before the lock: whoever submits takes both in this order */
     pthread_mutex_lock(&g->lock);
     if (!mem->mem[m].base) RFI_MEMBER(r, member, mem_create(member->dev, size_bytes, &mem->mem[m], &why), err);
     pthread_mutex_unlock(&g->lock);
+    rfi_group_order_end(g);
     return r;
 }
 
@@ -17289,13 +17683,17 @@ static rf_result rfi_group_mem_have(rfi_group *g, rfi_group_mem *mem, uint32_t m
 static int rfi_group_mem_at(rfi_group_mem *mem, uint32_t m, uint64_t offset, rf_mem_at *at) {
     *at = (rf_mem_at){&mem->mem[m], offset};
     if (!mem->mem[m].base) return 0;
-    for (uint32_t i = 0; i < mem->n_pieces; i++) {
-        const rfi_group_piece *p = &mem->pieces[i];
-        if (offset < p->begin || offset >= p->end) continue;
-        at->offset = p->at + (offset - p->begin);
-        return p->member == m;
+    if (mem->n_pieces == 0) return 1;
+    uint32_t lo = 0;
+    for (uint32_t hi = mem->n_pieces; hi - lo > 1;) {
+        const uint32_t mid = lo + (hi - lo) / 2;
+        if (mem->pieces[mid].begin <= offset) lo = mid;
+        else hi = mid;
     }
-    return mem->n_pieces == 0;
+    const rfi_group_piece *p = &mem->pieces[lo];
+    if (offset < p->begin || offset >= p->end) return 0;
+    at->offset = p->at + (offset - p->begin);
+    return p->member == m;
 }
 
 /* ---- queues ---- */
@@ -17303,8 +17701,10 @@ static int rfi_group_mem_at(rfi_group_mem *mem, uint32_t m, uint64_t offset, rf_
 static void rfi_group_queue_release(rf_queue *queue) {
     rfi_group_queue *q = rfi_group_queue_of(queue);
     rfi_group *g = q->g;
+    rfi_group_order(g);
     for (uint32_t m = 0; m < g->n; m++)
         if (q->queues[m]) g->members[m].api->queue_release(q->queues[m]);
+    rfi_group_order_end(g);
     pthread_mutex_destroy(&q->lock);
     rfi_free(&g->alloc, q);
 }
@@ -17316,8 +17716,10 @@ static rf_result rfi_group_queue_create(rf_dev *d, rf_queue **out, rf_error *err
     if (!q) return RF_ERR_MEMORY;
     q->g = g;
     pthread_mutex_init(&q->lock, NULL);
+    rfi_group_order(g);
     for (uint32_t m = 0; m < g->n; m++)
         RFI_MEMBER(r, &g->members[m], queue_create(g->members[m].dev, &q->queues[m], &why), err);
+    rfi_group_order_end(g);
     if (r != RF_OK) rfi_group_queue_release((rf_queue *)(void *)q);
     else *out = (rf_queue *)(void *)q;
     return r;
@@ -17376,7 +17778,7 @@ static rf_result rfi_group_ticket_wait(const rf_ticket *ticket, uint32_t timeout
         RFI_MEMBER(r, &q->g->members[m], ticket_wait(&t[m], timeout_ms, &why), err);
         if (first == RF_OK) first = r;
     }
-    return first;
+    return first == RF_OK && q ? rfi_group_trouble(q->g, err) : first;
 }
 
 static rf_result rfi_group_queue_after(rf_queue *queue, const rf_ticket *ticket, rf_error *err) {
@@ -17398,13 +17800,15 @@ static rf_result rfi_group_queue_after(rf_queue *queue, const rf_ticket *ticket,
     rfi_group *g = q->g;                                                                             \
     rfi_group_mem *mem = rfi_group_mem_of(block);                                                    \
     rf_result r = rfi_group_mem_used(g, mem, err);                                                   \
+    rfi_group_order(g);                                                                              \
     for (uint32_t m = 0; m < g->n; m++) {                                                            \
         rf_mem_at at;                                                                                \
         rf_ticket t = {0};                                                                           \
         if (!rfi_group_mem_at(mem, m, offset, &at)) continue;                                        \
         RFI_MEMBER(r, &g->members[m], call, err);                                                    \
         rfi_group_note(q, m, &t);                                                                    \
-    }
+    }                                                                                                \
+    rfi_group_order_end(g);
 
 static rf_result rfi_group_mem_used(rfi_group *g, rfi_group_mem *mem, rf_error *err) {
     for (uint32_t m = 0; m < g->n; m++)
@@ -17443,7 +17847,9 @@ static rf_result rfi_group_mem_read(rf_queue *queue, const rf_mem *src, uint64_t
     rf_ticket t = {0};
     rfi_group_mem_at(mem, m, offset, &at);
     if (n == 0) return rfi_group_ticket(q, r, ticket); /* perhaps at the end of the block */
+    rfi_group_order(q->g);
     RFI_MEMBER(r, &q->g->members[m], mem_read(q->queues[m], at.mem, at.offset, dst, n, &t, &why), err);
+    rfi_group_order_end(q->g);
     rfi_group_note(q, m, &t);
     return rfi_group_ticket(q, r, ticket);
 }
@@ -17462,7 +17868,9 @@ static rf_result rfi_group_mem_copy(rf_queue *queue, rf_mem_at dst, rf_mem_at sr
             !rfi_group_mem_at(rfi_group_mem_of(src.mem), m, src.offset, &from))
             continue;
         n_copies++;
+        rfi_group_order(q->g);
         RFI_MEMBER(r, &q->g->members[m], mem_copy(q->queues[m], to, from, n, &t, &why), err);
+        rfi_group_order_end(q->g);
         rfi_group_note(q, m, &t);
     }
     if (r == RF_OK && n_copies == 0 && n > 0)
@@ -17491,6 +17899,7 @@ static void rfi_group_table_release(rf_table *table) {
     rfi_group_table *t = rfi_group_table_of(table);
     for (uint32_t m = 0; m < t->g->n; m++)
         if (t->tables[m]) t->g->members[m].api->table_release(t->tables[m]);
+    for (uint32_t m = 0; m < t->g->n; m++) rfi_shard_close(&t->g->alloc, &t->shards[m]);
     rfi_free(&t->g->alloc, t->users);
     rfi_free(&t->g->alloc, t);
 }
@@ -17504,8 +17913,11 @@ static rf_result rfi_group_table_create(rf_dev *d, const rf_plan *plan, rf_table
     t->users = (uint32_t *)rfi_alloc(&g->alloc, plan->n_weights, sizeof *t->users, "a weight table", err);
     rf_result r = t->users ? RF_OK : RF_ERR_MEMORY;
     if (r == RF_OK) rfi_group_find_users(g, plan, t->users);
-    for (uint32_t m = 0; m < g->n; m++)
-        RFI_MEMBER(r, &g->members[m], table_create(g->members[m].dev, plan, &t->tables[m], &why), err);
+    for (uint32_t m = 0; m < g->n; m++) {
+        if (r == RF_OK && g->split) r = rfi_shard_open(&g->alloc, plan, g->n, m, &t->shards[m], err);
+        const rf_plan *own = g->split ? &t->shards[m].plan : plan;
+        RFI_MEMBER(r, &g->members[m], table_create(g->members[m].dev, own, &t->tables[m], &why), err);
+    }
     if (r != RF_OK) rfi_group_table_release((rf_table *)(void *)t);
     else *out = (rf_table *)(void *)t;
     return r;
@@ -17532,14 +17944,32 @@ static rf_weight_layout rfi_group_weight_layout(rf_dev *d, const rf_plan *plan, 
     rf_weight_layout layout = {.align = 1, .in_place = 1,
                                .place = rfi_group_place(g, plan, (uint32_t)(w - plan->weights))};
     for (uint32_t m = 0; m < g->n; m++) {
-        const rf_weight_layout one = g->members[m].api->weight_layout(g->members[m].dev, plan, w);
+        const rfi_sharing s = rfi_sharing_of(plan, g->n, m);
+        rf_plan_weight own = *w;
         if (!(layout.place >> m & 1)) continue;
+        if (g->split) rfi_shard_weight(&s, (uint32_t)(w - plan->weights), &own);
+        const rf_weight_layout one = g->members[m].api->weight_layout(g->members[m].dev, plan, g->split ? &own : w);
         layout.size_bytes = rfi_max_u64(layout.size_bytes, one.size_bytes);
         layout.scratch_bytes = rfi_max_u64(layout.scratch_bytes, one.scratch_bytes);
         layout.align = (uint32_t)rfi_max_u64(layout.align, one.align);
         layout.in_place &= one.in_place;
     }
     return layout;
+}
+
+/* Narrow rows of a weight to what member m has of them. 0: nothing. */
+static int rfi_shard_cut(const rfi_group_table *t, uint32_t m, rf_weight_part *part) {
+    const rf_plan_weight *w = rf_plan_weight_of(t->plan, part->slot);
+    const rfi_portion *own = &t->shards[m].slices[w - t->plan->weights];
+    const uint64_t row_bytes = rfi_shard_bytes(w, w->n_in);
+    const uint64_t begin = rfi_max_u64(part->row0, own->row),
+                   end = rfi_min_u64((uint64_t)part->row0 + part->n_rows, (uint64_t)own->row + own->n_rows);
+    if (begin >= end) return 0;
+    part->src = (const char *)part->src + (begin - part->row0) * row_bytes + rfi_shard_bytes(w, own->in);
+    part->src_stride = own->n_in < w->n_in ? row_bytes : 0;
+    part->row0 = (uint32_t)(begin - own->row);
+    part->n_rows = (uint32_t)(end - begin);
+    return 1;
 }
 
 static rf_result rfi_group_weight_write(rf_table *table, rf_queue *queue, const rf_weight_part *part,
@@ -17552,13 +17982,15 @@ static rf_result rfi_group_weight_write(rf_table *table, rf_queue *queue, const 
     for (uint32_t m = 0; r == RF_OK && m < g->n; m++) {
         rf_weight_part own = *part;
         rf_ticket t = {0};
-        if (!(users >> m & 1)) continue;
+        if (!(users >> m & 1) || (g->split && !rfi_shard_cut(table_of, m, &own))) continue;
         if (part->mem) r = rfi_group_mem_have(g, rfi_group_mem_of(part->mem), m, part->mem->size_bytes, err);
         if (r == RF_OK && part->scratch)
             r = rfi_group_mem_have(g, rfi_group_mem_of(part->scratch), m, part->scratch->size_bytes, err);
         if (part->mem) own.mem = &rfi_group_mem_of(part->mem)->mem[m];
         if (part->scratch) own.scratch = &rfi_group_mem_of(part->scratch)->mem[m];
+        rfi_group_order(g);
         RFI_MEMBER(r, &g->members[m], weight_write(table_of->tables[m], q->queues[m], &own, &t, &why), err);
+        rfi_group_order_end(g);
         rfi_group_note(q, m, &t);
     }
     return rfi_group_ticket(q, r, ticket);
@@ -17575,7 +18007,15 @@ static void rfi_group_weight_clear(rf_table *table, uint32_t slot) {
 
 static rf_result rfi_group_op_supported(rf_dev *d, const rf_plan *plan, const rf_op *op, rf_error *err) {
     rfi_group *g = rfi_group_of(d);
+    const rfi_sharing s = rfi_sharing_of(plan, g->n, 0);
     rf_result r = RF_OK;
+    const char *check = g->split ? rf_op_check(plan, op) : NULL;
+    const char *no = g->split && !check ? rfi_shard_why(&s, op) : check;
+    if (no)
+        r = rfi_fail(err, check ? RF_ERR_ARGUMENT : RF_ERR_UNSUPPORTED, (uint64_t)(op - plan->ops),
+                     "%s: op %u (%s%s%s) cannot be split by tensors: %s", g->name, (uint32_t)(op - plan->ops),
+                     rf_op_name(op->kind), op->weight < plan->n_weights ? " " : "",
+                     op->weight < plan->n_weights ? plan->weights[op->weight].name : "", no);
     for (uint32_t m = 0; m < g->n; m++)
         RFI_MEMBER(r, &g->members[m], op_supported(g->members[m].dev, plan, op, &why), err);
     return r;
@@ -17587,6 +18027,31 @@ static rf_plan rfi_group_part(const rf_plan *plan, uint32_t begin, uint32_t end)
     part.ops = plan->ops + begin;
     part.n_ops = end - begin;
     return part;
+}
+
+/* Bytes of a member's block for sums. */
+static uint64_t rfi_shard_block_bytes(const rfi_shard *shard, uint32_t n, uint32_t n_batch) {
+    const uint64_t widest = shard->buffers[shard->plan.n_buffers - 1].width;
+    return RF_SUM_HEAD_BYTES + 2ull * n * n_batch * widest * sizeof(float);
+}
+
+/* Likewise, by tensors. */
+static rf_result rfi_shards_plan_bytes(rfi_group *g, const rf_plan_bind *bind, uint64_t scratch, uint64_t *bytes,
+                                       rf_error *err) {
+    rf_result r = RF_OK;
+    for (uint32_t m = 0; r == RF_OK && m < g->n; m++) {
+        rfi_shard shard = {0};
+        rf_plan_bind own = *bind;
+        uint64_t one = 0;
+        r = rfi_shard_open(&g->alloc, bind->plan, g->n, m, &shard, err);
+        if (r != RF_OK) break;
+        own.plan = &shard.plan;
+        RFI_MEMBER(r, &g->members[m], plan_bytes(g->members[m].dev, &own, &one, &why), err);
+        *bytes += one + (m ? scratch : 0) + rfi_shard_block_bytes(&shard, g->n, bind->n_batch) +
+                  4ull * bind->n_batch * shard.buffers[shard.plan.n_buffers - 1].width;
+        rfi_shard_close(&g->alloc, &shard);
+    }
+    return r;
 }
 
 /* What the members take, with the scratch memory of all of them but one. */
@@ -17601,6 +18066,7 @@ static rf_result rfi_group_plan_bytes(rf_dev *d, const rf_plan_bind *bind, uint6
         scratch += (4ull * b->width * (b->rows == RF_ROWS_LOGITS ? bind->n_logits : bind->n_batch) + 255) / 256 * 256;
     }
     *bytes = 0;
+    if (g->split) return rfi_shards_plan_bytes(g, bind, scratch, bytes, err);
     for (uint32_t m = 0, n = 0; m < g->n; m++) {
         const rf_plan plan = rfi_group_part(bind->plan, cuts[m], cuts[m + 1]);
         rf_plan_bind own = *bind;
@@ -17615,12 +18081,21 @@ static rf_result rfi_group_plan_bytes(rf_dev *d, const rf_plan_bind *bind, uint6
 static void rfi_group_plan_release(rf_prepared *prepared) {
     rfi_group_plan *p = rfi_group_plan_of(prepared);
     const rf_allocator *alloc = &p->g->alloc;
+    rfi_group *g = p->g;
+    rfi_group_order(g);
     for (uint32_t m = 0; m < p->g->n; m++)
         if (p->prepared[m]) p->g->members[m].api->plan_release(p->prepared[m]);
+    for (uint32_t m = 0; m < p->g->n; m++) {
+        if (p->blocks[m].base) p->g->members[m].api->mem_release(p->g->members[m].dev, &p->blocks[m]);
+        rfi_shard_close(alloc, &p->shards[m]);
+    }
+    rfi_free(alloc, p->buffer_offset);
+    rfi_free(alloc, p->shard_segments);
     rfi_free(alloc, p->state_offset);
     rfi_free(alloc, p->enters);
     for (uint32_t m = 0; m < p->g->n; m++) rfi_group_host_release((rf_dev *)(void *)p->g, p->bounce[m]);
     rfi_free(alloc, p);
+    rfi_group_order_end(g);
 }
 
 /* Give each state a piece of its member's memory. */
@@ -17681,6 +18156,166 @@ static rf_result rfi_group_plan_memory(rfi_group_plan *p, rf_error *err) {
     return r == RF_OK ? rfi_group_place_states(p, err) : r;
 }
 
+/* Give each member its heads of each state: pieces of all sequences' keys, then of their values. */
+static rf_result rfi_shards_place_states(rfi_group_plan *p, rf_error *err) {
+    rfi_group *g = p->g;
+    const rf_plan_bind *bind = &p->bind;
+    rfi_group_mem *mem = rfi_group_mem_of(&bind->state);
+    const uint32_t n = bind->plan->n_states;
+    uint64_t sizes[RFI_MEMBERS] = {0};
+    rf_result r = RF_OK;
+    rfi_free(&g->alloc, mem->pieces); /* of a plan before */
+    mem->n_pieces = 0;
+    mem->pieces = (rfi_group_piece *)rfi_alloc(&g->alloc, 2ull * n * bind->n_seq * g->n + 1, sizeof *mem->pieces,
+                                               "states", err);
+    if (!mem->pieces) return RF_ERR_MEMORY;
+    for (uint32_t i = 0; i < n; i++) {
+        const rf_plan_state *st = &bind->plan->states[i];
+        uint64_t at = bind->state_offset[i];
+        for (uint32_t m = 0; m < g->n; m++) p->state_offset[(uint64_t)m * n + i] = sizes[m];
+        for (uint32_t values = 0; values < 2; values++) {
+            const uint64_t head = rf_state_cells(bind, i) *
+                                  rf_cache_row_bytes(bind->cache_type, values ? st->head_dim_v : st->head_dim);
+            for (uint32_t seq = 0; seq < bind->n_seq; seq++)
+                for (uint32_t m = 0; m < g->n && head; m++) {
+                    const uint64_t bytes = p->shards[m].states[i].n_kv_heads * head;
+                    mem->pieces[mem->n_pieces++] = (rfi_group_piece){at, at + bytes, sizes[m], m};
+                    at += bytes, sizes[m] += bytes;
+                }
+            at = (at + RF_STATE_ALIGN - 1) / RF_STATE_ALIGN * RF_STATE_ALIGN;
+            for (uint32_t m = 0; m < g->n; m++)
+                sizes[m] = (sizes[m] + RF_STATE_ALIGN - 1) / RF_STATE_ALIGN * RF_STATE_ALIGN;
+        }
+    }
+    for (uint32_t m = 0; r == RF_OK && m < g->n; m++)
+        r = rfi_group_mem_have(g, mem, m, rfi_max_u64(sizes[m], 256), err);
+    return r;
+}
+
+/* A member's block for sums, zeroed. */
+static rf_result rfi_shards_block(rfi_group_plan *p, uint32_t m, rf_error *err) {
+    const rfi_member *member = &p->g->members[m];
+    const uint64_t n = rfi_shard_block_bytes(&p->shards[m], p->g->n, p->bind.n_batch);
+    rf_queue *q = NULL;
+    rf_ticket t = {0};
+    rf_result r = RF_OK;
+    RFI_MEMBER(r, member, shared_create(member->dev, n, &p->blocks[m], &why), err);
+    RFI_MEMBER(r, member, queue_create(member->dev, &q, &why), err);
+    RFI_MEMBER(r, member, mem_fill(q, &p->blocks[m], 0, 0, RF_SUM_HEAD_BYTES, &t, &why), err);
+    RFI_MEMBER(r, member, ticket_wait(&t, RFI_WAIT_MS, &why), err);
+    if (q) member->api->queue_release(q);
+    p->members[m] = (rf_plan_members){p->g->n, m, p->blocks, p->g->trouble};
+    return r;
+}
+
+static rf_result rfi_shards_plan_memory(rfi_group_plan *p, rf_error *err) {
+    rfi_group *g = p->g;
+    const rf_plan *plan = p->bind.plan;
+    rf_result r = RF_OK;
+    p->buffer_offset = (uint64_t *)rfi_alloc(&g->alloc, plan->n_buffers + 1ull, sizeof *p->buffer_offset, "buffers",
+                                             err);
+    p->state_offset = (uint64_t *)rfi_alloc(&g->alloc, rfi_max_u64((uint64_t)plan->n_states * g->n, 1),
+                                            sizeof *p->state_offset, "states", err);
+    if (!p->buffer_offset || !p->state_offset) return RF_ERR_MEMORY;
+    memcpy(p->buffer_offset, p->bind.buffer_offset, plan->n_buffers * sizeof *p->buffer_offset);
+    p->buffer_offset[plan->n_buffers] = (p->bind.scratch.size_bytes + 255) / 256 * 256;
+    for (uint32_t m = 0; r == RF_OK && m < g->n; m++) {
+        r = rfi_shard_open(&g->alloc, plan, g->n, m, &p->shards[m], err);
+        if (r == RF_OK) r = rfi_shards_block(p, m, err);
+        if (r == RF_OK)
+            r = rfi_group_mem_have(g, rfi_group_mem_of(&p->bind.scratch), m, p->buffer_offset[plan->n_buffers] +
+                                   4ull * p->bind.n_batch * p->shards[m].buffers[plan->n_buffers].width, err);
+    }
+    return r == RF_OK ? rfi_shards_place_states(p, err) : r;
+}
+
+/* The session's segments are those of its plan. The shards' are alike but for the first member's ops for logits. */
+static rf_result rfi_shards_segments(rfi_group_plan *p, const uint32_t *shard_ops, uint32_t *segment_ops,
+                                     uint32_t *n_segments, rf_error *err) {
+    const rf_plan *plan = p->bind.plan;
+    const rfi_shard *shard = &p->shards[0];
+    uint32_t k = 0;
+    p->shard_segments = (uint32_t *)rfi_alloc(&p->g->alloc, plan->n_ops + 1ull, sizeof *p->shard_segments, "segments",
+                                              err);
+    if (!p->shard_segments) return RF_ERR_MEMORY;
+    for (uint32_t i = 0; i < plan->n_ops; i++) {
+        if (!rf_op_begins_segment(plan, i)) continue;
+        while (k < p->segments[0] && shard->origin[shard_ops[k]] < i) k++;
+        segment_ops[p->n_segments] = i;
+        p->shard_segments[p->n_segments++] = k;
+    }
+    p->shard_segments[p->n_segments] = p->segments[0];
+    *n_segments = p->n_segments;
+    return RF_OK;
+}
+
+static rf_result rfi_shards_prepare(rfi_group_plan *p, uint32_t *segment_ops, uint32_t *n_segments, rf_error *err) {
+    rfi_group *g = p->g;
+    rf_result r = rfi_shards_plan_memory(p, err);
+    uint32_t *shard_ops = (uint32_t *)rfi_alloc(&g->alloc, 2ull * p->bind.plan->n_ops, sizeof *shard_ops, "segments",
+                                                err);
+    if (!shard_ops) return RF_ERR_MEMORY;
+    for (uint32_t m = g->n; r == RF_OK && m-- > 0;) {
+        rf_plan_bind own = p->bind;
+        own.plan = &p->shards[m].plan;
+        own.table = rfi_group_table_of(p->bind.table)->tables[m];
+        own.scratch = rfi_group_mem_of(&p->bind.scratch)->mem[m];
+        own.state = rfi_group_mem_of(&p->bind.state)->mem[m];
+        own.buffer_offset = p->buffer_offset;
+        own.state_offset = p->state_offset + (uint64_t)m * p->bind.plan->n_states;
+        own.members = &p->members[m];
+        RFI_MEMBER(r, &g->members[m], plan_prepare(g->members[m].dev, &own, shard_ops, &p->segments[m],
+                                                   &p->prepared[m], &why), err);
+    }
+    if (r == RF_OK) r = rfi_shards_segments(p, shard_ops, segment_ops, n_segments, err);
+    rfi_free(&g->alloc, shard_ops);
+    return r;
+}
+
+/* A member's segments [first, end) of those it has. */
+static rf_result rfi_shards_run_one(rfi_group_plan *p, rfi_group_queue *q, uint32_t m, uint32_t first, uint32_t end,
+                                    const rf_step *step, rf_error *err) {
+    rf_ticket t = {0};
+    rf_result r = RF_OK;
+    if (end > p->segments[m]) end = p->segments[m];
+    if (first >= end) return RF_OK;
+    RFI_MEMBER(r, &p->g->members[m], plan_run(p->prepared[m], q->queues[m], first, end, step, &t, &why), err);
+    rfi_group_note(q, m, &t);
+    return r;
+}
+
+/* All members run the same segments side by side. After a failure of one the others do not wait for it. */
+static rf_result rfi_shards_run(rfi_group_plan *p, rfi_group_queue *q, uint32_t first, uint32_t last,
+                                const rf_step *step, rf_error *err) {
+    const uint32_t n = p->g->n, begin = p->shard_segments[first], end = p->shard_segments[last];
+    rf_result r = rfi_group_trouble(p->g, err);
+    int whole = first == 0 && last == p->n_segments, one = 0;
+    if (r != RF_OK) return r;
+    for (uint32_t m = 0; m < n && whole; m++, whole = whole && one)
+        RFI_MEMBER(r, &p->g->members[m], plan_ready(p->prepared[m], q->queues[m], step, &one, &why), err);
+    for (uint32_t k = begin, next; r == RF_OK && k < end; k = next) {
+        next = whole ? end : k + 1;
+        for (uint32_t m = 0; r == RF_OK && m < n; m++) r = rfi_shards_run_one(p, q, m, k, next, step, err);
+    }
+    q->current = 0;
+    if (r != RF_OK) *(volatile uint32_t *)p->g->trouble = 1;
+    return r;
+}
+
+/* Of each op what the first member needs for it and for the sum after it. */
+static rf_result rfi_shards_times(rfi_group_plan *p, float *us, uint32_t n, rf_error *err) {
+    const uint32_t n_ops = p->shards[0].plan.n_ops;
+    float *own = us ? (float *)rfi_alloc(&p->g->alloc, n_ops, sizeof *own, "times", err) : NULL;
+    rf_result r = us && !own ? RF_ERR_MEMORY : RF_OK;
+    for (uint32_t m = 0; m < (us ? 1 : p->g->n); m++)
+        RFI_MEMBER(r, &p->g->members[m], times(p->prepared[m], own, us ? n_ops : n, &why), err);
+    for (uint32_t i = 0; us && i < n; i++) us[i] = 0;
+    for (uint32_t i = 0; own && i < n_ops; i++)
+        if (p->shards[0].origin[i] < n) us[p->shards[0].origin[i]] += own[i];
+    rfi_free(&p->g->alloc, own);
+    return r;
+}
+
 static rf_result rfi_group_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uint32_t *segment_ops,
                                         uint32_t *n_segments, rf_prepared **out, rf_error *err) {
     rfi_group *g = rfi_group_of(d);
@@ -17689,9 +18324,11 @@ static rf_result rfi_group_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uin
     p->g = g;
     p->bind = *bind;
     rfi_group_cut(g, bind->plan, p->cuts);
-    rf_result r = rfi_group_plan_memory(p, err);
     *n_segments = 0;
-    for (uint32_t m = 0; r == RF_OK && m < g->n; m++) {
+    rfi_group_order(g);
+    rf_result r = g->split ? rfi_shards_prepare(p, segment_ops, n_segments, err) : rfi_group_plan_memory(p, err);
+    rfi_group_order_end(g);
+    for (uint32_t m = 0; r == RF_OK && !g->split && m < g->n; m++) {
         rf_plan_bind own = *bind;
         uint32_t n = 0;
         p->plans[m] = rfi_group_part(bind->plan, p->cuts[m], p->cuts[m + 1]);
@@ -17768,8 +18405,10 @@ static rf_result rfi_group_plan_run(rf_prepared *prepared, rf_queue *queue, uint
                                     const rf_step *step, rf_ticket *ticket, rf_error *err) {
     rfi_group_plan *p = rfi_group_plan_of(prepared);
     rfi_group_queue *q = rfi_group_queue_of(queue);
-    rf_result r = RF_OK;
-    for (uint32_t m = 0; r == RF_OK && m < p->g->n; m++) {
+    rfi_group_order(p->g);
+    rf_result r = p->g->split ? rfi_shards_run(p, q, first, last, step, err) : RF_OK;
+    rfi_group_order_end(p->g);
+    for (uint32_t m = 0; r == RF_OK && !p->g->split && m < p->g->n; m++) {
         const uint32_t begin = p->segments[m], end = p->segments[m + 1];
         const uint32_t from = first > begin ? first : begin, to = last < end ? last : end;
         rf_ticket t = {0};
@@ -17801,6 +18440,7 @@ static rf_session_stats rfi_group_plan_stats(const rf_prepared *prepared) {
 static rf_result rfi_group_times(rf_prepared *prepared, float *us, uint32_t n, rf_error *err) {
     rfi_group_plan *p = rfi_group_plan_of(prepared);
     rf_result r = RF_OK;
+    if (p->g->split) return rfi_shards_times(p, us, n, err);
     for (uint32_t m = 0; m < p->g->n; m++) {
         const uint32_t begin = p->cuts[m], end = p->cuts[m + 1];
         if (!p->prepared[m] || (us && begin >= n)) continue;
@@ -31948,6 +32588,8 @@ ROCMFORGE_API rf_result rf_device_open(const char *name, const rf_device_desc *d
     rfi_clear(err);
     if (!out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_device_open: out is NULL");
     *out = NULL;
+    if (resolved.split > RF_SPLIT_TENSORS)
+        return rfi_fail(err, RF_ERR_ARGUMENT, resolved.split, "rf_device_open: split %u is not known", resolved.split);
     rf_result r = rfi_check_allocator(&resolved.allocator, &resolved.allocator, err);
     if (r != RF_OK) return r;
     rf_device *d = (rf_device *)rfi_alloc(&resolved.allocator, 1, sizeof *d, "a device", err);

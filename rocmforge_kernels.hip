@@ -79,6 +79,7 @@
 #define hipEventSynchronize cudaEventSynchronize
 #define hipEventElapsedTime cudaEventElapsedTime
 #define hipMemcpyAsync cudaMemcpyAsync
+#define hipMemcpy2DAsync cudaMemcpy2DAsync
 #define hipMemsetAsync cudaMemsetAsync
 #define hipLaunchKernel cudaLaunchKernel
 #define hipGraph_t cudaGraph_t
@@ -7565,6 +7566,121 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_trim(rfk_trim_args a) {
     for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK) out[i] = in[i] - least < 0 ? 0.0f : in[i] - least;
 }
 
+/* ---- sums over the members of a group ----
+ * One launch on each member: its blocks write their part of `in` into the blocks of memory of all others, then a flag;
+ * they wait for the others' flags, and add up what came. A member is at most one sum ahead of another, because it has
+ * waited for that one's flag, so that two sets of parts, used in turn, are enough. All launches have RFK_MEMBER_BLOCKS
+ * blocks, whatever the rows: their counts of turns stay equal. All blocks of a launch must run at once. */
+
+/* The beginning of a member's block of memory, RF_SUM_HEAD_BYTES at most. */
+struct rfk_sum_head {
+    uint32_t flag[RF_MAX_MEMBERS][RF_SUM_BLOCKS]; /* [k][i]: the turn that block i of member k has written */
+    uint32_t turn[RF_SUM_BLOCKS];                 /* the last one that is done */
+    uint32_t stopped;                             /* 1: a wait was given up; no more waits */
+};
+static_assert(sizeof(rfk_sum_head) <= RF_SUM_HEAD_BYTES, "the flags of sums");
+
+struct rfk_members_args {
+    const float *in;
+    float *out;
+    uint32_t in_stride, out_stride, n, n_rows, accumulate;
+    uint32_t n_members, rank;
+    uint64_t part_values;        /* of a part; 2 * n_members parts follow a head */
+    char *block[RF_MAX_MEMBERS]; /* the members' */
+    uint32_t *trouble;           /* as in rf_plan_members */
+};
+
+#if defined(ROCMFORGE_HIP_EMU) /* which runs threads in turn */
+#define RFK_MEMBER_BLOCKS 3u
+#else
+#define RFK_MEMBER_BLOCKS RF_SUM_BLOCKS
+#endif
+#define RFK_MEMBER_POLLS (1u << 25) /* of a flag, until a wait is given up: some 20 seconds */
+#define RFK_MEMBER_ASKS 4096u       /* polls between two looks at trouble[0], which is host memory */
+
+RFK_DEVICE void rfk_store_far(uint32_t *p, uint32_t v) { /* after all writes that this thread has seen */
+#if defined(ROCMFORGE_HIP_EMU)
+    *p = v;
+#elif defined(RFK_NVIDIA)
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+#else
+    __hip_atomic_store(p, v, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_SYSTEM);
+#endif
+}
+RFK_DEVICE uint32_t rfk_load_far(const uint32_t *p) { /* before all reads that follow */
+#if defined(ROCMFORGE_HIP_EMU)
+    return *p;
+#elif defined(RFK_NVIDIA)
+    uint32_t v;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+#else
+    return __hip_atomic_load(p, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_SYSTEM);
+#endif
+}
+
+/* Between two polls. 0: nobody will write any more, which only the emulation knows. */
+RFK_DEVICE int rfk_poll_again() {
+#if defined(ROCMFORGE_HIP_EMU)
+    return hip_emu_wait();
+#else
+    return 1;
+#endif
+}
+
+/* Wait until member `from` has written its part of a turn for this block. */
+RFK_DEVICE void rfk_sum_wait(const rfk_members_args &a, rfk_sum_head *own, uint32_t from, uint32_t turn) {
+    const uint32_t *flag = &own->flag[from][blockIdx.x];
+    if (rfk_load_far(&own->stopped)) return;
+    for (uint32_t polls = 1; (int32_t)(rfk_load_far(flag) - turn) < 0; polls++) {
+        const int ends = polls % RFK_MEMBER_ASKS == 0 && (polls >= RFK_MEMBER_POLLS || rfk_load_far(a.trouble));
+        if (!ends && rfk_poll_again()) continue;
+        rfk_store_far(&own->stopped, 1);
+        rfk_store_far(&a.trouble[1 + a.rank], 1 + from);
+        return;
+    }
+}
+
+RFK_DEVICE float4 *rfk_sum_part(const rfk_members_args &a, uint32_t to, uint32_t from, uint32_t turn) {
+    float *parts = reinterpret_cast<float *>(a.block[to] + RF_SUM_HEAD_BYTES);
+    return reinterpret_cast<float4 *>(parts + ((uint64_t)(turn & 1) * a.n_members + from) * a.part_values);
+}
+
+/* n is a multiple of 4.   grid RFK_MEMBER_BLOCKS   block 256 */
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_sum_members(rfk_members_args a) {
+    const uint32_t n4 = a.n / 4, total = n4 * a.n_rows, first = blockIdx.x * RFK_BLOCK + threadIdx.x;
+    rfk_sum_head *own = reinterpret_cast<rfk_sum_head *>(a.n_members > 1 ? a.block[a.rank] : NULL);
+    rfk_wait_previous();
+    const uint32_t turn = own ? rfk_load_far(&own->turn[blockIdx.x]) + 1 : 0; /* not from a multiprocessor's cache */
+    for (uint32_t i = first; own && i < total; i += RFK_MEMBER_BLOCKS * RFK_BLOCK) {
+        const float4 v = *reinterpret_cast<const float4 *>(a.in + (size_t)(i / n4) * a.in_stride + 4 * (i % n4));
+        for (uint32_t k = 0; k < a.n_members; k++)
+            if (k != a.rank) rfk_sum_part(a, k, a.rank, turn)[i] = v;
+    }
+    if (own) {
+        __threadfence_system();
+        __syncthreads();
+        const bool pairs = threadIdx.x < a.n_members && threadIdx.x != a.rank; /* a thread for each of the others */
+        if (pairs)
+            rfk_store_far(&reinterpret_cast<rfk_sum_head *>(a.block[threadIdx.x])->flag[a.rank][blockIdx.x], turn);
+        __syncthreads(); /* no wave waits before all flags are written */
+        if (pairs) rfk_sum_wait(a, own, threadIdx.x, turn);
+        __syncthreads();
+        if (threadIdx.x == 0) own->turn[blockIdx.x] = turn;
+    }
+    for (uint32_t i = first; i < total; i += RFK_MEMBER_BLOCKS * RFK_BLOCK) {
+        const float4 mine = *reinterpret_cast<const float4 *>(a.in + (size_t)(i / n4) * a.in_stride + 4 * (i % n4));
+        float4 *out = reinterpret_cast<float4 *>(a.out + (size_t)(i / n4) * a.out_stride + 4 * (i % n4)), sum = mine;
+        for (uint32_t k = 0; own && k < a.n_members; k++) {
+            const float4 v = k == a.rank ? mine : rfk_sum_part(a, a.rank, k, turn)[i];
+            if (k == 0) sum = v;
+            else sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+        }
+        if (a.accumulate) sum.x += out->x, sum.y += out->y, sum.z += out->z, sum.w += out->w;
+        *out = sum;
+    }
+}
+
 /* ---- the indexer of sparse attention ---- */
 
 #define RFK_INDEX_ROWS 16u /* rows that are scored, then chosen from, at a time       */
@@ -9572,6 +9688,22 @@ static rf_result rfk_mem_create(rf_dev *d, uint64_t size_bytes, rf_mem *out, rf_
     return r;
 }
 
+/* Memory of hipMalloc is coherent between AMD's GPUs at the end of a kernel only. */
+static rf_result rfk_shared_create(rf_dev *d, uint64_t size_bytes, rf_mem *out, rf_error *err) {
+#if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
+    return rfk_mem_create(d, size_bytes, out, err);
+#else
+    rfk_scope scope(d->index);
+    if (scope.error != hipSuccess) return rfk_check_scope(d, scope, err);
+    memset(out, 0, sizeof *out);
+    rf_result r = rfk_check(d, err, hipExtMallocWithFlags(&out->base, (size_t)size_bytes, hipDeviceMallocFinegrained),
+                            "hipExtMallocWithFlags", "memory for sums of several devices", 0);
+    if (r == RF_OK) out->size_bytes = size_bytes;
+    else out->base = NULL;
+    return r;
+#endif
+}
+
 static void rfk_mem_release(rf_dev *d, rf_mem *mem) {
     rfk_scope scope(d->index);
     if (mem->base) (void)hipFree(mem->base);
@@ -10149,6 +10281,22 @@ static uint64_t rfk_row_bytes(const rf_plan_weight *w) {
 
 static uint64_t rfk_weight_bytes(const rf_plan_weight *w) { return rfk_row_bytes(w) * w->n_rows; }
 
+/* n rows of a weight, `stride` bytes apart in host memory (0: one after the other). Requires q->submit. */
+static rf_result rfk_copy_rows(rf_queue *q, const rf_plan_weight *w, char *dst, const char *src, uint64_t n,
+                               uint64_t stride, rf_error *err) {
+    const uint64_t row_bytes = rfk_row_bytes(w);
+    if (stride == 0 || stride == row_bytes || n == 0) return rfk_copy_in(q, dst, src, n * row_bytes, w->name, err);
+    if (rfk_is_pinned(q->dev, src, (n - 1) * stride + row_bytes))
+        return rfk_check(q->dev, err,
+                         hipMemcpy2DAsync(dst, (size_t)row_bytes, src, (size_t)stride, (size_t)row_bytes, (size_t)n,
+                                          hipMemcpyHostToDevice, q->stream),
+                         "hipMemcpy2DAsync", w->name, 0);
+    rf_result r = RF_OK;
+    for (uint64_t i = 0; r == RF_OK && i < n; i++)
+        r = rfk_copy_in(q, dst + i * row_bytes, src + i * stride, row_bytes, w->name, err);
+    return r;
+}
+
 static void rfk_table_release(rf_table *t) {
     rf_allocator allocator = t->dev->allocator;
     rfk_scope scope(t->dev->index);
@@ -10234,11 +10382,12 @@ static rf_result rfk_write_repacked(rf_queue *q, const rf_plan_weight *w, uint8_
     uint32_t elements, block_bytes;
     rfk_block_of(w->type, &elements, &block_bytes);
     uint64_t row_bytes = rfk_row_bytes(w), step = scratch->size_bytes / row_bytes;
+    const uint64_t stride = part->src_stride ? part->src_stride : row_bytes;
     rfk_weight planes = rfk_planes(w, base);
     rf_result r = RF_OK;
     for (uint64_t row = 0; r == RF_OK && row < n_rows; row += step) {
         uint64_t n = n_rows - row < step ? n_rows - row : step;
-        r = rfk_copy_in(q, (char *)scratch->base, src + row * row_bytes, n * row_bytes, w->name, err);
+        r = rfk_copy_rows(q, w, (char *)scratch->base, src + row * stride, n, stride, err);
         if (r != RF_OK) break;
         rfk_repack_args a;
         memset(&a, 0, sizeof a);
@@ -10283,7 +10432,7 @@ static rf_result rfk_weight_write(rf_table *t, rf_queue *q, const rf_weight_part
     uint8_t *base = (uint8_t *)mem->base + offset;
     pthread_mutex_lock(&q->submit);
     if (repack) r = rfk_write_repacked(q, w, base, part, err);
-    else r = rfk_copy_in(q, (char *)base + row0 * row_bytes, src, n_rows * row_bytes, w->name, err);
+    else r = rfk_copy_rows(q, w, (char *)base + row0 * row_bytes, (const char *)src, n_rows, part->src_stride, err);
     if (r == RF_OK && w->n_experts && row0 + n_rows == w->n_rows) {
         rfk_expert_args a = {t->experts + slot, rfk_planes(w, base)};
         r = rfk_check(q->dev, err, rfk_launch(rfk_write_expert, dim3(1), dim3(1), q->stream, a), "hipLaunchKernel",
@@ -10381,6 +10530,7 @@ struct rf_prepared {
     rf_table *table;
     const rf_plan *plan;
     uint32_t n_ctx, n_seq, n_batch, n_logits, cache_type, n_slots;
+    const rf_plan_members *members; /* NULL: none but this */
     rfk_bound *ops;
     uint32_t *segments; /* [n_segments + 1] first op of each */
     uint32_t n_segments;
@@ -10463,6 +10613,8 @@ static const char *rfk_why_unsupported(const rf_plan *plan, const rf_op *op) {
     if (op->kind == RF_OP_ATTENTION &&
         (op->attention.head_dim > RFK_ANY_HEAD || op->attention.head_dim_v > 2 * RFK_BLOCK))
         return "heads of more than 1024 values, or 512 summed ones";
+    if (op->kind == RF_OP_SUM && (op->sum.n % 4 || plan->buffers[op->in].width % 4 || plan->buffers[op->out].width % 4))
+        return "a sum of rows that are no multiple of 4 values";
     if (op->kind == RF_OP_DELTA && op->delta.head_dim > RFK_MAX_HEAD) return "keys of heads of more than 256 values";
     if (op->kind == RF_OP_INDEX && op->index.head_dim > RFK_INDEX_HEAD) return "index keys of more than 256 values";
     if (op->kind == RF_OP_SCAN && op->scan.n_state > RFK_MAX_HEAD) return "states of more than 256 rows";
@@ -10790,6 +10942,11 @@ static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
     if (r != RF_OK) return r;
     r = rfk_mem_fill(q, &tickets, 0, 0, tickets.size_bytes, &ticket, err);
     if (r == RF_OK) r = rfk_mem_write(q, &tables, 0, plan->tables, tables.size_bytes, &ticket, err);
+    rfk_members_args nothing;
+    memset(&nothing, 0, sizeof nothing);
+    if (r == RF_OK && p->members) /* the runtime loads a kernel when it is first launched */
+        r = rfk_check(p->dev, err, rfk_launch(rfk_sum_members, dim3(1), dim3(RFK_BLOCK), q->stream, nothing),
+                      "hipLaunchKernel", "a sum", 0);
     if (r == RF_OK)
         r = rfk_check(p->dev, err, hipStreamSynchronize(q->stream), "hipStreamSynchronize", "rope tables", 0);
     rfk_queue_release(q);
@@ -11406,6 +11563,7 @@ static rf_result rfk_plan_create(rf_dev *d, const rf_plan_bind *bind, rf_prepare
     p->n_logits = bind->n_logits;
     p->cache_type = bind->cache_type;
     p->n_slots = bind->n_slots;
+    p->members = bind->members;
     const int has_few = !(d->wrong_units & RFK_WRONG_BYTES) && (d->has_units || d->wave == 32);
     p->n_few = !has_few ? 1 : p->n_batch < RFK_FEW_STEP ? p->n_batch : RFK_FEW_STEP;
     p->ops = (rfk_bound *)rfk_alloc(&d->allocator, plan->n_ops, sizeof *p->ops, "a prepared plan", err);
@@ -12130,6 +12288,28 @@ static rf_result rfk_run_trim(const rfk_launching *l) {
     a.n = l->op->trim.n;
     a.cutoff = l->op->trim.cutoff;
     return rfk_enqueue(l, rfk_trim, dim3(l->n_rows), RFK_BLOCK, a);
+}
+
+static rf_result rfk_run_sum(const rfk_launching *l) {
+    const rf_plan_members *members = l->p->members;
+    rfk_members_args a;
+    memset(&a, 0, sizeof a);
+    a.in = l->b.in;
+    a.out = l->b.out;
+    a.in_stride = l->b.in_stride;
+    a.out_stride = l->b.out_stride;
+    a.n = l->op->sum.n;
+    a.n_rows = l->n_rows;
+    a.accumulate = l->op->flags & RF_OP_ACCUMULATE;
+    a.n_members = 1;
+    if (members) {
+        a.n_members = members->n;
+        a.rank = members->rank;
+        a.part_values = (members->blocks->size_bytes - RF_SUM_HEAD_BYTES) / (2 * members->n * sizeof(float));
+        a.trouble = members->trouble;
+        for (uint32_t k = 0; k < members->n; k++) a.block[k] = (char *)members->blocks[k].base;
+    }
+    return rfk_enqueue_early(l, rfk_sum_members, dim3(RFK_MEMBER_BLOCKS), RFK_BLOCK, a);
 }
 
 static rf_result rfk_run_index(const rfk_launching *l) {
@@ -12999,6 +13179,7 @@ static rf_result rfk_run_kind(rfk_launching *l) {
     case RF_OP_HYPER: return rfk_run_hyper(l);
     case RF_OP_MATCH: return rfk_run_match(l);
     case RF_OP_TRIM: return rfk_run_trim(l);
+    case RF_OP_SUM: return rfk_run_sum(l);
     default: return rfk_run_argmax(l);
     }
 }
@@ -13094,7 +13275,9 @@ static int rfk_is_decode(const rf_prepared *p, const rf_step *step) {
     return !p->events && step->n_rows == 1 && step->n_logits == 1;
 }
 static int rfk_has_graphs(const rf_prepared *p) {
-    return __atomic_load_n(&p->dev->graphs, __ATOMIC_RELAXED) != RFK_GRAPHS_OFF && !p->no_graphs;
+    const int graphs = __atomic_load_n(&p->dev->graphs, __ATOMIC_RELAXED);
+    if (p->members && graphs != RFK_GRAPHS_ON) return 0; /* a check would wait for members that have no work yet */
+    return graphs != RFK_GRAPHS_OFF && !p->no_graphs;
 }
 
 /* Whether the step can be replayed: its launches are the same for every token, one row with logits at the start of
@@ -13114,6 +13297,9 @@ static hipError_t rfk_end_capture(rf_queue *q, hipGraphExec_t *exec) {
 #endif
     (void)hipGraphDestroy(graph);
     if (e != hipSuccess) *exec = NULL;
+#if defined(RFK_NVIDIA)
+    else if (cudaGraphUpload(*exec, q->stream) != cudaSuccess) (void)cudaGetLastError(); /* its first launch does it */
+#endif
     return e;
 }
 
@@ -13203,12 +13389,17 @@ static rf_result rfk_check_replay(rf_prepared *p, rf_queue *q, const rf_step *st
     return RF_OK;
 }
 
-/* Replay a decode step; captures it first if weights have moved or the config has changed. *replayed = 0: launch it. */
-static rf_result rfk_replay(rf_prepared *p, rf_queue *q, const rf_step *step, int *replayed, rf_error *err) {
+/* Capture a decode step if weights have moved or the config has changed.   Returns whether it can be replayed */
+static int rfk_ready_graphs(rf_prepared *p, rf_queue *q, const rf_step *step) {
     if (p->n_graphs == 0 || p->graph_config != p->stats.config ||
         p->graph_generation != __atomic_load_n(&p->table->generation, __ATOMIC_RELAXED))
         rfk_capture(p, q, step);
-    *replayed = p->n_graphs > 0;
+    return p->n_graphs > 0;
+}
+
+/* Replay a decode step. *replayed = 0: launch it. */
+static rf_result rfk_replay(rf_prepared *p, rf_queue *q, const rf_step *step, int *replayed, rf_error *err) {
+    *replayed = rfk_ready_graphs(p, q, step);
     rf_result r = RF_OK;
     const int checks = p->graphs_checked < RFK_GRAPH_CHECKS &&
                        __atomic_load_n(&p->dev->graphs, __ATOMIC_RELAXED) == RFK_GRAPHS_CHECKED &&
@@ -13272,8 +13463,9 @@ static void rfk_begin_rows(rf_prepared *p, const rf_step *step) {
     if (step->n_rows == 1) p->positions = 0x80000000u;
 }
 
-/* Replay a step of several rows. Captured when two in a row have as many rows and the same weights. */
-static rf_result rfk_replay_few(rf_prepared *p, rf_queue *q, const rf_step *step, int *replayed, rf_error *err) {
+/* The graph of a step of several rows; NULL: none. Captured when two in a row have as many rows and the same weights.
+ */
+static const rfk_few_graph *rfk_ready_few(rf_prepared *p, rf_queue *q, const rf_step *step) {
     const uint64_t generation = __atomic_load_n(&p->table->generation, __ATOMIC_RELAXED);
     rfk_few_graph *graph = &p->few_graph[p->are_apart][step->n_rows];
     if (p->few_generation != generation) {
@@ -13287,7 +13479,12 @@ static rf_result rfk_replay_few(rf_prepared *p, rf_queue *q, const rf_step *step
     if (!graph->exec && p->few_rows == step->n_rows) rfk_capture_few(p, q, step, graph);
     p->few_generation = generation;
     p->few_rows = step->n_rows;
-    *replayed = graph->exec != NULL;
+    return graph->exec ? graph : NULL;
+}
+
+static rf_result rfk_replay_few(rf_prepared *p, rf_queue *q, const rf_step *step, int *replayed, rf_error *err) {
+    const rfk_few_graph *graph = rfk_ready_few(p, q, step);
+    *replayed = graph != NULL;
     if (!*replayed) return RF_OK;
     p->stats.launches += graph->n_kernels;
     p->stats.submissions++;
@@ -13310,7 +13507,7 @@ static rf_result rfk_plan_run(rf_prepared *p, rf_queue *q, uint32_t first, uint3
     if (r == RF_OK) rfk_begin_rows(p, step);
     const int decode = r == RF_OK && first == 0 && last == p->n_segments && rfk_is_decode(p, step);
     int replayed = decode && rfk_can_replay(p, step);
-    if (decode) rfk_tune(p);
+    if (decode && !p->members) rfk_tune(p);
     const int times = decode && p->tuning.event[0] && !rfk_has_graphs(p);
     if (replayed) r = rfk_replay(p, q, step, &replayed, err);
     if (r == RF_OK && first == 0 && last == p->n_segments && rfk_can_replay_few(p, step))
@@ -13319,6 +13516,24 @@ static rf_result rfk_plan_run(rf_prepared *p, rf_queue *q, uint32_t first, uint3
     if (r == RF_OK && !replayed) r = rfk_run_segments(p, q, first, last, step, err);
     if (times) rfk_after_timed(p, q, r);
     return rfk_end_submit(q, r, ticket, err);
+}
+
+/* A graph's first launch loads it, too: that is done here. */
+static rf_result rfk_plan_ready(rf_prepared *p, rf_queue *q, const rf_step *step, int *whole, rf_error *err) {
+    *whole = 0;
+    rfk_scope scope(q->dev->index);
+    if (scope.error != hipSuccess) return rfk_enter_queue(q, scope, err);
+    pthread_mutex_lock(&q->submit);
+    const rf_result r = rfk_check_step(p, step, err);
+    if (r == RF_OK) rfk_begin_rows(p, step);
+    if (r == RF_OK && rfk_is_decode(p, step)) {
+        rfk_tune(p);
+        *whole = rfk_can_replay(p, step) && rfk_ready_graphs(p, q, step);
+    } else if (r == RF_OK && rfk_can_replay_few(p, step)) {
+        *whole = rfk_ready_few(p, q, step) != NULL;
+    }
+    pthread_mutex_unlock(&q->submit);
+    return r;
 }
 
 static rf_result rfk_times(rf_prepared *p, float *us, uint32_t n, rf_error *err) {
@@ -13360,11 +13575,13 @@ extern "C" const rf_device_api *rocmforge_hip_api(void) {
         sizeof(rf_device_api), RF_DEVICE_API_VERSION, sizeof(rf_op), sizeof(rf_step), "hip",
         rfk_device_list, rfk_device_open, rfk_device_close, rfk_device_info,
         rfk_host_create, rfk_host_release, rfk_host_share, rfk_peer_open, rfk_mem_create, rfk_mem_release,
+        rfk_shared_create,
         rfk_queue_create, rfk_queue_release,
         rfk_table_create, rfk_table_release, rfk_weight_layout, rfk_weight_write, rfk_weight_clear,
         rfk_mem_write, rfk_mem_read, rfk_mem_copy, rfk_mem_fill, rfk_mem_sum, rfk_draw_tokens,
         rfk_ticket_done, rfk_ticket_wait, rfk_queue_after,
-        rfk_op_supported, rfk_plan_bytes, rfk_plan_prepare, rfk_plan_run, rfk_plan_release, rfk_plan_stats, rfk_times,
+        rfk_op_supported, rfk_plan_bytes, rfk_plan_prepare, rfk_plan_run, rfk_plan_ready, rfk_plan_release,
+        rfk_plan_stats, rfk_times,
     };
     return &api;
 }

@@ -50,7 +50,7 @@ typedef struct options {
     const char *gguf, *prompt, *prompt_file, *system, *device, *isa, *pre, *type, *tokens, *out, *depths, *parallel;
     const char *jinja, *tools, *effort, *extra, *input, *now, *rank, *grammar, *schema, *draft, *shares;
     texts logit_bias, dry_breakers, stop;
-    uint64_t budget, expert_budget, pinned, expert_policy, expert_prefetch, expert_cpu_below, peak;
+    uint64_t split, budget, expert_budget, pinned, expert_policy, expert_prefetch, expert_cpu_below, peak;
     uint64_t max_tokens, top_k, seed, threads, ctx, batch, kv, bos, special, n_greedy, n_prompt, n_decode, n_repeat;
     uint64_t no_bos, raw, echo, json, hex, decode, step, help, pooling, normalize, swa_full, stats, think;
     uint64_t penalty_last_n, dry_allowed, dry_last_n, mirostat, draft_max;
@@ -351,7 +351,7 @@ static int open_file(app *a) {
 
 static int open_model(app *a, const char *device) {
     int code;
-    rf_device_desc device_desc = {.n_threads = (uint32_t)a->o.threads, .isa = a->o.isa};
+    rf_device_desc device_desc = {.n_threads = (uint32_t)a->o.threads, .isa = a->o.isa, .split = (uint32_t)a->o.split};
     rf_model_desc model_desc = {.progress_fn = load_progress, .progress_user = a, .pre_tokenizer = a->o.pre,
                                 .budget_bytes = a->o.budget, .pinned_bytes = a->o.pinned,
                                 .expert_cache_bytes = a->o.expert_budget,
@@ -3009,7 +3009,9 @@ static const flag flags[] = {
 
     HEADING(RUN | PLAN | INSPECT | CHECK, "device and memory"),
     {"--device", TEXT, AT(device), RUN, 0, 0, 0, "D",
-     "auto, cpu, null, hip:N; several by layers: hip:0,1, hip:all, hip:0,cpu (auto)"},
+     "auto, cpu, null, hip:N; several: hip:0,1, hip:all, hip:0,cpu (auto)"},
+    {"--split", CHOICE, AT(split), RUN, 0, 0, 0, "layer|tensor",
+     "what each of several GPUs has: layers, or a part of each (layer)"},
     {"--device", TEXT, AT(device), PLAN | INSPECT, 0, 0, 0, "D", "also what memory this device needs"},
     {"--device", TEXT, AT(device), CHECK, 0, 0, 0, "D", "compare this device with the CPU, op by op"},
     {"-t, --threads", COUNT, AT(threads), RUN | CHECK, 0, 0, 256, "N", "of the CPU (0 = one per core)"},

@@ -248,7 +248,7 @@ struct hip_emu_shared_block {
 static const size_t hip_emu_stack_bytes = 128 * 1024;
 static const unsigned hip_emu_max_threads = 1024;
 
-/* One per OS thread: its fibers, and the block they run. */
+/* Fibers of an OS thread, and the block they run. While a block rests, others run on a machine of their own. */
 struct hip_emu_machine {
     void *main_sp;
     std::vector<hip_emu_fiber> fibers;
@@ -260,9 +260,10 @@ struct hip_emu_machine {
     hip_emu_fiber *self;
     dim3 grid, block, index;
     unsigned n_threads, n_finished, arrived, idle;
+    bool rests, others_ran; /* hip_emu_wait */
     const std::function<void()> *body;
 
-    hip_emu_machine() : main_sp(nullptr), dynamic_bytes(0), self(nullptr), n_threads(0), n_finished(0), arrived(0), idle(0), body(nullptr) {
+    hip_emu_machine() : main_sp(nullptr), dynamic_bytes(0), self(nullptr), n_threads(0), n_finished(0), arrived(0), idle(0), rests(false), others_ran(false), body(nullptr) {
         ready.first = waiting.first = nullptr;
         fibers.reserve(hip_emu_max_threads);
     }
@@ -415,6 +416,16 @@ template <class T> static inline T atomicAdd(T *p, T v) {
     return before;
 }
 static inline void __threadfence() {}
+static inline void __threadfence_system() {}
+
+/* A thread waits for what a kernel of another device writes: its block rests while other blocks and other streams' work
+ * run. 0: there is none. */
+HIP_EMU_UNCHECKED static int hip_emu_wait() {
+    hip_emu_machine *m = hip_emu_here;
+    m->rests = true;
+    hip_emu_swap(&m->self->sp, m->main_sp);
+    return m->others_ran;
+}
 
 /* ---- matrix units ----
  * Wave-wide products D = A B + C: where the instruction keeps each element, and nothing else, is stated per instruction
@@ -723,6 +734,7 @@ struct hipDeviceProp_t {
 struct hip_emu_stream_state {
     int device;
     bool hangs; /* an item never ends */
+    bool busy;  /* its item rests */
     std::deque<std::function<void()> > work;
     uint64_t issued, done;
     std::shared_ptr<std::vector<std::function<void()> > > captured; /* while capturing */
@@ -794,13 +806,29 @@ static double hip_emu_now_us(void) {
 
 /* Run a stream's work up to a point. Items may force other streams, so that each is taken out before it runs. */
 static void hip_emu_force(const std::shared_ptr<hip_emu_stream_state> &s, uint64_t until) {
+    if (s->busy && s->done < until) hip_emu_die("deadlock: work waits for a kernel that waits for it");
     while (s->done < until && !s->work.empty() && !(s->hangs && hip_emu().peers == HIP_EMU_PEERS_HANG)) {
         std::function<void()> item = s->work.front();
         s->work.pop_front();
         if (hip_emu().fail_work && --hip_emu().fail_work == 0) hip_emu().lost[s->device] = true;
+        s->busy = true;
         if (!hip_emu().lost[s->device] && !hip_emu().broken) item();
+        s->busy = false;
         s->done++;
     }
+}
+
+/* Run an item of a stream whose item does not rest.   Returns whether there is one. */
+static bool hip_emu_run_other() {
+    std::vector<hipStream_t> &all = hip_emu().streams;
+    for (size_t i = 0; i < all.size(); i++) {
+        std::shared_ptr<hip_emu_stream_state> s = *all[i];
+        const uint64_t done = s->done;
+        if (s->busy || s->work.empty()) continue;
+        hip_emu_force(s, done + 1);
+        if (s->done > done) return true;
+    }
+    return false;
 }
 
 static hipError_t hip_emu_enqueue(hipStream_t stream, const std::function<void()> &item) {
@@ -955,7 +983,7 @@ static inline hipError_t hipStreamCreateWithFlags(hipStream_t *out, unsigned fla
     if (r != hipSuccess) return r;
     *out = new std::shared_ptr<hip_emu_stream_state>(new hip_emu_stream_state);
     (**out)->device = hip_emu_device;
-    (**out)->hangs = false;
+    (**out)->hangs = (**out)->busy = false;
     (**out)->issued = (**out)->done = 0;
     hip_emu().streams.push_back(*out);
     return hipSuccess;
@@ -1099,6 +1127,20 @@ static inline hipError_t hipMemcpyAsync(void *dst, const void *src, size_t n, hi
         if (how == HIP_EMU_PEERS_WRONG) static_cast<char *>(dst)[n / 2] ^= 1;
     });
 }
+static inline hipError_t hipMemcpy2DAsync(void *dst, size_t dst_stride, const void *src, size_t src_stride, size_t width,
+                                          size_t n_rows, hipMemcpyKind kind, hipStream_t s) {
+    HIP_EMU_LOCK;
+    hipError_t r = hip_emu_call();
+    if (r != hipSuccess) return r;
+    if (kind != hipMemcpyHostToDevice || width > dst_stride || width > src_stride || n_rows == 0 ||
+        !hip_emu_lies_in(hip_emu().host_memory, src, (n_rows - 1) * src_stride + width) ||
+        !hip_emu_lies_in(hip_emu().device_memory, dst, (n_rows - 1) * dst_stride + width) || hip_emu_owner(dst) != (*s)->device)
+        hip_emu_die("a copy of rows that is not from pinned memory to the stream's device, or past one of them");
+    return hip_emu_enqueue(s, [=] {
+        for (size_t i = 0; i < n_rows; i++)
+            memcpy(static_cast<char *>(dst) + i * dst_stride, static_cast<const char *>(src) + i * src_stride, width);
+    });
+}
 static inline hipError_t hipMemsetAsync(void *dst, int value, size_t n, hipStream_t s) {
     HIP_EMU_LOCK;
     hipError_t r = hip_emu_call();
@@ -1209,47 +1251,85 @@ static unsigned hip_emu_step(unsigned n, uint64_t launch) {
     return step;
 }
 
-static void hip_emu_run(dim3 grid, dim3 block, size_t dynamic_bytes, unsigned wave,
-                        const std::function<void()> &body) {
-    static thread_local hip_emu_machine machine;
-    hip_emu_machine *m = &machine;
-    unsigned n = block.x * block.y * block.z;
-    bool flip = n >= 128 && hip_emu().flip && --hip_emu().flip == 0;
-    hip_emu_copy before;
-    if (flip) before = hip_emu_copy_memory();
-    while (m->fibers.size() < n) hip_emu_add_fiber(m);
+/* Machines of this OS thread that run no block. */
+static thread_local std::vector<std::unique_ptr<hip_emu_machine> > hip_emu_idle;
+
+/* Start or continue a machine's block.   Returns whether it is done; it rests otherwise. */
+static bool hip_emu_continue(hip_emu_machine *m) {
+    m->rests = false;
     hip_emu_here = m;
-    m->grid = grid;
-    m->block = block;
-    m->dynamic_bytes = dynamic_bytes;
-    m->n_threads = n;
-    m->body = &body;
-    m->waves.resize((n + wave - 1) / wave);
-    const uint64_t launch = ++hip_emu().launches;
+    hip_emu_swap(&m->main_sp, m->self->sp);
+    if (m->rests) return false;
+    for (size_t i = 0; i < m->shared.size(); i++) free(m->shared[i].memory);
+    m->shared.clear();
+    return true;
+}
+
+/* A machine whose fibers are the threads of block `index`. */
+static std::unique_ptr<hip_emu_machine> hip_emu_begin(const hip_emu_machine &like, dim3 index, unsigned wave, uint64_t launch) {
+    if (hip_emu_idle.empty()) hip_emu_idle.emplace_back(new hip_emu_machine);
+    std::unique_ptr<hip_emu_machine> own = std::move(hip_emu_idle.back());
+    hip_emu_idle.pop_back();
+    hip_emu_machine *m = own.get();
+    const unsigned n = like.n_threads;
     const unsigned step = hip_emu_step(n, launch), first = launch % 3 == 1 ? n - 1 : 0;
+    while (m->fibers.size() < n) hip_emu_add_fiber(m);
+    m->grid = like.grid;
+    m->block = like.block;
+    m->index = index;
+    m->dynamic_bytes = like.dynamic_bytes;
+    m->n_threads = n;
+    m->body = like.body;
+    m->waves.resize((n + wave - 1) / wave);
+    m->n_finished = m->arrived = m->idle = 0;
     for (unsigned i = 0; i < n; i++) {
-        m->fibers[i].thread = dim3(i % block.x, i / block.x % block.y, i / block.x / block.y);
+        m->fibers[i].thread = dim3(i % m->block.x, i / m->block.x % m->block.y, i / m->block.x / m->block.y);
         m->fibers[i].lane = i % wave;
         m->fibers[i].wave = &m->waves[i / wave];
     }
-    uint64_t n_blocks = static_cast<uint64_t>(grid.x) * grid.y * grid.z;
+    for (unsigned i = 0, turn = first; i < n; i++, turn = (turn + step) % n) hip_emu_append(&m->ready, &m->fibers[turn]);
+    for (size_t w = 0; w < m->waves.size(); w++) {
+        m->waves[w].size = n - static_cast<unsigned>(w) * wave < wave ? n - static_cast<unsigned>(w) * wave : wave;
+        m->waves[w].arrived = m->waves[w].finished = 0;
+        m->waves[w].waiting.first = nullptr;
+    }
+    m->self = m->ready.first;
+    m->ready.first = m->self->next;
+    return own;
+}
+
+/* Blocks run one after the other; those that rest go on when all have begun, and when other streams' work has run. */
+static void hip_emu_run(dim3 grid, dim3 block, size_t dynamic_bytes, unsigned wave,
+                        const std::function<void()> &body) {
+    std::vector<std::unique_ptr<hip_emu_machine> > resting;
+    hip_emu_machine like;
+    like.grid = grid;
+    like.block = block;
+    like.dynamic_bytes = dynamic_bytes;
+    like.n_threads = block.x * block.y * block.z;
+    like.body = &body;
+    bool flip = like.n_threads >= 128 && hip_emu().flip && --hip_emu().flip == 0, goes_on = true;
+    hip_emu_copy before;
+    if (flip) before = hip_emu_copy_memory();
+    const uint64_t launch = ++hip_emu().launches, n_blocks = static_cast<uint64_t>(grid.x) * grid.y * grid.z;
     for (uint64_t i = 0; i < n_blocks; i++) {
         const uint64_t b = launch / 2 % 2 ? n_blocks - 1 - i : i;
-        m->index = dim3(static_cast<unsigned>(b % grid.x), static_cast<unsigned>(b / grid.x % grid.y),
-                        static_cast<unsigned>(b / grid.x / grid.y));
-        m->n_finished = m->arrived = m->idle = 0;
-        for (unsigned i = 0, turn = first; i < n; i++, turn = (turn + step) % n) hip_emu_append(&m->ready, &m->fibers[turn]);
-        for (size_t w = 0; w < m->waves.size(); w++) {
-            m->waves[w].size =
-                n - static_cast<unsigned>(w) * wave < wave ? n - static_cast<unsigned>(w) * wave : wave;
-            m->waves[w].arrived = m->waves[w].finished = 0;
-            m->waves[w].waiting.first = nullptr;
+        const dim3 index(static_cast<unsigned>(b % grid.x), static_cast<unsigned>(b / grid.x % grid.y),
+                         static_cast<unsigned>(b / grid.x / grid.y));
+        std::unique_ptr<hip_emu_machine> m = hip_emu_begin(like, index, wave, launch);
+        (hip_emu_continue(m.get()) ? hip_emu_idle : resting).push_back(std::move(m));
+    }
+    while (!resting.empty()) {
+        const size_t n = resting.size();
+        for (size_t i = 0; i < resting.size();) {
+            resting[i]->others_ran = goes_on;
+            if (!hip_emu_continue(resting[i].get())) i++;
+            else {
+                hip_emu_idle.push_back(std::move(resting[i]));
+                resting.erase(resting.begin() + static_cast<std::ptrdiff_t>(i));
+            }
         }
-        m->self = m->ready.first;
-        m->ready.first = m->self->next;
-        hip_emu_swap(&m->main_sp, m->self->sp);
-        for (size_t i = 0; i < m->shared.size(); i++) free(m->shared[i].memory);
-        m->shared.clear();
+        goes_on = resting.empty() || resting.size() < n || hip_emu_run_other();
     }
     if (flip) hip_emu_flip_change(before);
 }

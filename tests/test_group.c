@@ -1,4 +1,5 @@
-/* test_group.c: several devices as one, by layers ("hip:0,1"): the same bits as on one device for prompts, decoded tokens,
+/* test_group.c: several devices as one. By tensors: close to one device, the same bits in every run, refusals by name,
+ * and failing calls. By layers ("hip:0,1"): the same bits as on one device for prompts, decoded tokens,
  * sequences that are cut, copied, saved and restored, embeddings and schedulers, within budgets too; members of uneven
  * memory; copies between GPUs that are refused, wrong or hang; and each call of each member failing. On CPU and null
  * devices, on emulated GPUs (hip_group), and with RF_TEST_GPUS on two real ones. */
@@ -53,10 +54,12 @@ static rf_result speak(rig *r, speech *out) {
 
 static const rf_session_desc session = {.n_ctx = 32, .n_seq_max = 2, .n_batch = 4, .n_logits_max = 2};
 
-/* Open, speak, close; the rig's err stays. */
+/* Open, speak, close; the rig's err stays. A device that begins with "tensors " is a group that splits by tensors. */
 static rf_result speak_on(const char *path, const mg_buf *file, const char *device, const rf_model_desc *md, speech *out, rf_error *err) {
     rig r;
-    rf_result res = rig_try(&r, &(rig_how){.path = path, .file = file, .device = device, .model = md, .session = &session});
+    const int tensors = strncmp(device, "tensors ", 8) == 0;
+    const rf_device_desc dd = {.n_threads = 2, .split = tensors ? RF_SPLIT_TENSORS : RF_SPLIT_LAYERS};
+    rf_result res = rig_try(&r, &(rig_how){.path = path, .file = file, .device = device + (tensors ? 8 : 0), .device_desc = &dd, .model = md, .session = &session});
     if (res == RF_OK) res = speak(&r, out);
     *err = r.err;
     rig_close(&r);
@@ -233,7 +236,73 @@ static void test_embedding(void) {
     CHECK(memcmp(want, got, sizeof want) == 0 && want[0] != 0, "the embedding has other bits");
 }
 
+#if defined(RF_TEST_EMU) || defined(RF_TEST_GPUS)
+#ifdef RF_TEST_GPUS
+static const char *const by_tensors[] = {"tensors hip:0,1", "tensors hip:1,0"};
+#else
+static const char *const by_tensors[] = {"tensors hip:0,2", "tensors hip:0,1,2"}; /* 3: waves of 32 and 64, 4 KV heads as 1, 1, 2 */
+#endif
+
+/* By tensors: close to one device, since sums are in parts, and the same bits each time. */
+static void test_tensors(void) {
+    static const mg_options models[] = {
+        {.type = MG_F32, .n_layers = 3, .n_embd = 512, .n_heads = 8, .n_kv_heads = 4, .n_ff = 160, .seed = 9, .rope_freqs = 1},
+        {.type = MG_Q8_0, .arch = "qwen3", .n_heads = 8, .n_kv_heads = 4, .n_ff = 224, .seed = 9, .tied = 1},
+        {.type = MG_Q4_K, .n_heads = 6, .n_kv_heads = 3, .head_dim = 128, .n_ff = 1280, .seed = 9}};
+    static speech want, got, again;
+    rf_error err;
+    for (size_t i = 0; i < RFT_COUNT(models); i++) {
+        const double limit = models[i].type == MG_F32 ? 1e-3 : 2e-2;
+        mg_buf file = {0};
+        mg_llama(&file, &models[i]);
+        say(NULL, &file, "hip:0", &want);
+        for (size_t k = 0; k < RFT_COUNT(by_tensors); k++) {
+            CHECK(speak_on(NULL, &file, by_tensors[k], NULL, &got, &err) == RF_OK, "%s: %s", by_tensors[k], err.text);
+            CHECK(close_to(&want, &got) < limit, "%s, model %zu: off by %g", by_tensors[k], i, close_to(&want, &got));
+            CHECK(i > 0 || memcmp(&want, &got, sizeof want) != 0, "%s, model %zu: the bits of one device: nothing was split", by_tensors[k], i);
+            CHECK(speak_on(NULL, &file, by_tensors[k], NULL, &again, &err) == RF_OK, "%s: %s", by_tensors[k], err.text);
+            CHECK(memcmp(&again, &got, sizeof got) == 0, "%s, model %zu: other bits in another run", by_tensors[k], i);
+        }
+        mg_free(&file);
+    }
+}
+#endif
+
 #ifdef RF_TEST_EMU
+/* By tensors, weights that go through the ring. */
+static void test_tensors_streamed(void) {
+    static speech want, got;
+    mg_buf file = {0};
+    rf_error err;
+    mg_llama(&file, &(mg_options){.type = MG_Q8_0, .n_layers = 8, .n_heads = 4, .n_kv_heads = 2, .n_ff = 160, .seed = 12, .bias = 1, .bias_out = 1, .bias_ffn = 1});
+    CHECK(speak_on(NULL, &file, "tensors hip:0,2", NULL, &want, &err) == RF_OK, "%s", err.text);
+    CHECK(speak_on(NULL, &file, "tensors hip:0,2", &(rf_model_desc){.budget_bytes = file.n * 3 / 4, .n_readers = 2}, &got, &err) == RF_OK, "%s", err.text);
+    CHECK(memcmp(&want, &got, sizeof want) == 0, "streamed weights give other bits");
+    CHECK(speak_on(NULL, &file, "hip:0", NULL, &got, &err) == RF_OK, "%s", err.text);
+    CHECK(close_to(&want, &got) < 2e-2, "with biases: off by %g", close_to(&want, &got));
+    mg_free(&file);
+}
+
+/* What cannot be split says so when it is opened, by name. */
+static void test_tensors_refused(void) {
+    static const char *const wrong[][3] = {
+        {"tests/family/mixtral.gguf", "hip:0,2", "mixtures of experts are not split yet"},
+        {"tests/family/deepseek2-lite.gguf", "hip:0,2", "cannot be split by tensors"},
+        {"examples/shakespeare-5m.gguf", "hip:0,2", "attn_output.weight) cannot be split by tensors: its rows would be cut within blocks"},
+        {"examples/shakespeare-5m.gguf", "cpu,cpu", "for GPUs only"}, {"examples/shakespeare-5m.gguf", "hip:0,cpu", "for GPUs only"},
+        {"examples/shakespeare-5m.gguf", "hip:0,2,0", "hip:0 twice"}};
+    static speech got;
+    rf_error err;
+    for (size_t i = 0; i < RFT_COUNT(wrong); i++) {
+        char name[32];
+        snprintf(name, sizeof name, "tensors %s", wrong[i][1]);
+        CHECK(speak_on(wrong[i][0], NULL, name, NULL, &got, &err) == RF_ERR_UNSUPPORTED && strstr(err.text, wrong[i][2]), "%s on %s: %s", wrong[i][0], name, err.text);
+    }
+    hip_emu_peers(HIP_EMU_PEERS_REFUSED);
+    CHECK(speak_on(wrong[2][0], NULL, "tensors hip:0,2", NULL, &got, &err) == RF_ERR_UNSUPPORTED && strstr(err.text, "no peer access"), "%s", err.text);
+    hip_emu_peers(HIP_EMU_PEERS_OK);
+}
+
 /* Members that cannot copy from each other, or do so wrongly or without end, hand activations through host memory. */
 static void test_peers(void) {
     static const char *const why[] = {NULL, "no peer access", "wrong bytes", "hangs"};
@@ -288,19 +357,19 @@ static void test_uneven(void) {
 }
 
 /* Calls of the runtime fail, one in each run: an error that names a member, other bits never, and nothing is left. */
-static void failing_calls(uint32_t n_runs) {
+static void failing_calls(const char *group, uint32_t n_runs) {
     static speech want, got;
     mg_buf file = {0};
     rf_error err;
     uint32_t noticed = 0, n = 0;
-    mg_llama(&file, &(mg_options){.type = MG_Q4_0, .n_layers = 2, .seed = 12});
+    mg_llama(&file, &(mg_options){.type = MG_Q4_0, .n_layers = 2, .n_ff = 128, .seed = 12});
     hip_emu_counts before = hip_emu_get_counts();
-    CHECK(speak_on(NULL, &file, "hip:0,2", NULL, &want, &err) == RF_OK, "%s", err.text);
+    CHECK(speak_on(NULL, &file, group, NULL, &want, &err) == RF_OK, "%s", err.text);
     const uint64_t n_calls = hip_emu_get_counts().calls - before.calls;
     for (uint64_t call = 1; call < n_calls; call += 1 + n_calls / n_runs, n++) {
         const int forever = n % 2;
         hip_emu_fail_call(call, forever);
-        const rf_result res = speak_on(NULL, &file, "hip:0,2", NULL, &got, &err);
+        const rf_result res = speak_on(NULL, &file, group, NULL, &got, &err);
         hip_emu_fail_call(0, 0);
         noticed += res != RF_OK;
         CHECK(res == RF_OK || strncmp(err.text, "hip", 3) == 0, "call %d: %s", (int)call, err.text);
@@ -310,23 +379,33 @@ static void failing_calls(uint32_t n_runs) {
     }
     CHECK(noticed > n / 2, "%u of %u failures noticed", noticed, n);
     hip_emu_fail_work(200); /* a member is lost in the middle of its work */
-    CHECK(speak_on(NULL, &file, "hip:0,2", NULL, &got, &err) == RF_ERR_DEVICE && (strstr(err.text, "hip:0") || strstr(err.text, "hip:2")), "%s", err.text);
+    CHECK(speak_on(NULL, &file, group, NULL, &got, &err) == RF_ERR_DEVICE && (strstr(err.text, "hip:0") || strstr(err.text, "hip:2")), "%s", err.text);
     hip_emu_fail_work(0);
     hip_emu_recover();
     mg_free(&file);
 }
-static void test_failing_calls(void) { failing_calls(12); }
-static void test_failing_more(void) { failing_calls(150); }
+static void test_failing_calls(void) { failing_calls("hip:0,2", 12); }
+static void test_failing_more(void) { failing_calls("hip:0,2", 150); }
+static void test_tensors_failing(void) { failing_calls("tensors hip:0,2", 12); }
+static void test_tensors_failing_more(void) { failing_calls("tensors hip:0,2", 150); }
 #endif
 
 int main(int argc, char **argv) {
     RFT_BEGIN(argc, argv);
 #ifdef RF_TEST_EMU
     hip_emu_devices(4, 0);
+    RUN(test_tensors);
+    RUN(test_tensors_streamed);
+    RUN(test_tensors_refused);
+    RUN(test_tensors_failing);
+    RUN_SLOW(test_tensors_failing_more);
     RUN(test_peers);
     RUN(test_uneven);
     RUN(test_failing_calls);
     RUN_SLOW(test_failing_more);
+#endif
+#ifdef RF_TEST_GPUS
+    RUN(test_tensors);
 #endif
     RUN(test_same_bits);
     RUN(test_budgets);

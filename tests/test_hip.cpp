@@ -2244,6 +2244,31 @@ static void test_trim() {
     }
 }
 
+/* A sum over members, of which there is one: rows of more than a block, wider than what is summed. */
+static void test_sum() {
+    static const uint32_t ns[] = {4, 36, 1000}, Ts[] = {1, 7};
+    std::vector<Row> list = combinations(std::vector<int>{3, 2, 2, n_devices});
+    for (size_t i = 0; i < list.size(); i++) {
+        const Row &r = list[i];
+        const uint32_t n = ns[r[0]], T = Ts[r[1]], width = n + 4;
+        Rig g(devices[(size_t)r[3]]);
+        const uint32_t in = g.buffer(width), out = g.buffer(width);
+        const std::vector<float> x = values((size_t)T * width), y = values((size_t)T * width);
+        rf_op *o = g.op(RF_OP_SUM);
+        o->in = in, o->out = out, o->sum = rf_sum_params{n}, o->flags = r[2] ? RF_OP_ACCUMULATE : 0;
+        REQUIRE(g.open(T, 1, 64) == RF_OK, "%s", g.err.text);
+        g.set(in, x), g.set(out, y);
+        REQUIRE(g.run(rows_of(T)) == RF_OK, "%s", g.err.text);
+        std::vector<double> want(y.begin(), y.end());
+        for (uint32_t t = 0; t < T; t++)
+            for (uint32_t j = 0; j < n; j++) {
+                const size_t at = (size_t)t * width + j;
+                want[at] = x[at] + (r[2] ? (double)y[at] : 0);
+            }
+        compare(g.get(out), want, FLOAT_TOLERANCE, NMSE_TOLERANCE, "sum");
+    }
+}
+
 static void test_slice() {
     static const uint32_t dims[] = {5, 64, 300}, counts[] = {1, 3}, Ts[] = {1, 7, 33};
     std::vector<Row> list = combinations(std::vector<int>{3, 2, 3, 3, 2, n_devices});
@@ -3850,6 +3875,7 @@ int main(int argc, char **argv) {
     RUN(test_mix_of_streams);
     RUN(test_match);
     RUN(test_trim);
+    RUN(test_sum);
     RUN(test_together);
     RUN(test_joined_norm);
     RUN(test_glu_launch);

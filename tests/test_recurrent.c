@@ -779,6 +779,15 @@ static void test_match_and_trim_ops(void) {
         CHECK(run_one(&o, turns, &err) == RF_OK, "%s", err.text);
         agree(o.y, want, ROWS * N * S, "trim");
     }
+    for (uint32_t adds = 0; adds < 2; adds++) { /* a sum over members, of which there is one */
+        enum { SUMMED = N * S / 4 * 4 };
+        o.op = (rf_op){.kind = RF_OP_SUM, .flags = adds ? RF_OP_ACCUMULATE : 0, .in = 0, .in2 = RF_NONE, .in3 = RF_NONE, .out = 3,
+                       .state = RF_NONE, .weight = RF_NONE, .bias = RF_NONE, .factor = RF_NONE, .sum = {SUMMED}};
+        o.widths[0] = o.widths[3] = SUMMED;
+        for (uint32_t i = 0; i < ROWS * SUMMED; i++) want[i] = (double)o.x[0][i] + (adds ? (double)o.y[i] : 0);
+        CHECK(run_one(&o, turns, &err) == RF_OK, "%s", err.text);
+        agree(o.y, want, ROWS * SUMMED, "sum");
+    }
 }
 
 /* Matrices of heads that lie apart in one weight, and such whose rows go with the values: quantized ones as floats. */
