@@ -1821,7 +1821,7 @@ typedef struct rf_trim_params {
 /* SUM, of a group's members (rf_plan_members): out[T, n] = the sum of every member's in[T, n], in the order of their
  * ranks; of its own alone if there are no others. */
 typedef struct rf_sum_params {
-    uint32_t n;
+    uint32_t n, index; /* which of the plan's sums, from 0 */
 } rf_sum_params;
 
 /* The one table of ops: X(KIND, id, member, rows, flags, operands).
@@ -2429,17 +2429,26 @@ typedef struct rf_weight_part {
 } rf_weight_part;
 
 /* A plan that several devices run side by side, each its own part of every layer: what their SUM ops need. A member
- * writes its part into all others' blocks, then a flag, waits for theirs, and adds up what came. */
+ * writes its part of a sum into all others' blocks and adds up what came into its own. Few values (RF_SUM_FLAGGED) are
+ * written with a turn beside each, which says that they are there; of more, block i of a launch writes its share, then
+ * the turn to a flag, and waits for the others' blocks i. Turns count the sums of a plan, alike on all members, so that
+ * nothing has to be reset. A member is at most one sum ahead of another: two sets of parts, used in turn, are enough. */
 #define RF_MAX_MEMBERS 16u
-#define RF_SUM_BLOCKS 64u      /* of each member's launch of a sum: block i waits for the others' blocks i */
-#define RF_SUM_HEAD_BYTES 8192u /* of a block: flags, counts */
+#define RF_SUM_BLOCKS 128u        /* of each member's launch of a sum, at most. All run at once */
+#define RF_SUM_HEAD_BYTES 16384u  /* of a block of memory: flags */
+#define RF_SUM_FLAGGED 131072u    /* values of a sum that have flags of their own, at most; even */
 typedef struct rf_plan_members {
     uint32_t n, rank;
-    const rf_mem *blocks; /* [n] by shared_create: RF_SUM_HEAD_BYTES of zeros, then floats [2][n][n_batch * widest
-                             sum] */
-    uint32_t *trouble;    /* [1 + n] host memory of all members, at first 0. [0] is not 0: nobody waits any more;
-                             [1 + k]: member k gave up its wait for member [1 + k] - 1 */
+    const rf_mem *blocks; /* [n] by shared_create, at first zeros: head, {value, turn} [2][n][RF_SUM_FLAGGED], floats
+                             [2][n][n_batch * widest sum] */
+    uint32_t *trouble;    /* [RF_TROUBLE_WORDS * (1 + n)] host memory of all members, at first 0. [0]: the epoch in which
+                             nobody waits any more, or RF_NO_EPOCH: in none. The n others: rf_trouble */
+    uint32_t turn, epoch; /* of the plan_run to come: that of sum 0; a number of its own for each step, not 0 */
 } rf_plan_members;
+#define RF_TROUBLE_WORDS 8u
+#define RF_NO_EPOCH 0xffffffffu
+/* A member gave up its wait. `from` is written last. */
+enum { RF_TROUBLE_FROM, RF_TROUBLE_SUM, RF_TROUBLE_BLOCK, RF_TROUBLE_WANTED, RF_TROUBLE_FOUND, RF_TROUBLE_EPOCH };
 
 /* Everything a session brings for plan_prepare; kept by reference until plan_release. */
 typedef struct rf_plan_bind {
@@ -16977,6 +16986,7 @@ typedef struct rfi_group {
     char note[160];       /* copies that go through host memory, and why  */
     uint32_t split;       /* rf_split */
     uint32_t *trouble;    /* by tensors: as in rf_plan_members, for all plans */
+    uint32_t epoch;       /* of the last step: in its order */
     rfi_probe *stuck;     /* its copy did not end; NULL: there is none    */
     pthread_mutex_t order; /* by tensors, see rfi_group_order; recursive */
     pthread_mutex_t lock; /* guards what follows, and what blocks have of members' memory */
@@ -17012,6 +17022,7 @@ typedef struct rfi_shard {
     rf_plan_state *states;
     rf_plan_weight *weights;
     rfi_portion *slices; /* [n_weights] */
+    uint32_t n_sums;
 } rfi_shard;
 
 typedef struct rfi_group_table {
@@ -17049,7 +17060,9 @@ typedef struct rfi_group_plan {
     rf_mem blocks[RFI_MEMBERS];
     uint64_t *buffer_offset;            /* [n_buffers + 1] */
     uint32_t *shard_segments;           /* [n_segments + 1] where the session's segments begin among the shards' */
+    uint32_t *sums;                     /* [segments[0] + 1] sums before each of the shards' segments */
     uint32_t n_segments;                /* the session's; segments[m] are the shards' */
+    uint32_t turn;                      /* of the next sum */
 } rfi_group_plan;
 
 static rfi_group *rfi_group_of(rf_dev *d) { return (rfi_group *)(void *)d; }
@@ -17348,7 +17361,8 @@ static void rfi_shard_make_ops(const rfi_sharing *s, rfi_shard *shard) {
         shard->ops[shard->plan.n_ops++] =
             (rf_op){.kind = RF_OP_SUM, .rows = op->rows, .flags = op->flags & RF_OP_ACCUMULATE, .layer = op->layer,
                     .in = plan->n_buffers, .in2 = RF_NONE, .in3 = RF_NONE, .out = op->out, .state = RF_NONE,
-                    .weight = RF_NONE, .bias = RF_NONE, .factor = RF_NONE, .sum = {op->matmul.n_out}};
+                    .weight = RF_NONE, .bias = RF_NONE, .factor = RF_NONE,
+                    .sum = {op->matmul.n_out, shard->n_sums++}};
     }
 }
 
@@ -17515,22 +17529,25 @@ static rf_result rfi_group_open_shards(rfi_group *g, rf_error *err) {
             return rfi_fail(err, RF_ERR_UNSUPPORTED, m, "%s: a split by tensors wants peer access between all: %s",
                             g->name, g->note);
     }
-    rf_result r = rfi_group_host_create((rf_dev *)(void *)g, (RFI_MEMBERS + 1) * sizeof *g->trouble, &trouble, err);
+    const size_t bytes = (1 + RFI_MEMBERS) * RF_TROUBLE_WORDS * sizeof *g->trouble;
+    rf_result r = rfi_group_host_create((rf_dev *)(void *)g, bytes, &trouble, err);
     if (r != RF_OK) return r;
-    memset(trouble, 0, (RFI_MEMBERS + 1) * sizeof *g->trouble);
+    memset(trouble, 0, bytes);
     g->trouble = (uint32_t *)trouble;
     return RF_OK;
 }
 
-/* By tensors: a failure that ends the group's use. Kernels write it. */
+/* By tensors: a wait that was given up ends the group's use. Kernels write this. */
 static rf_result rfi_group_trouble(const rfi_group *g, rf_error *err) {
-    const volatile uint32_t *trouble = g->trouble;
-    for (uint32_t m = 0; trouble && m < g->n; m++)
-        if (trouble[1 + m] && trouble[1 + m] <= g->n)
-            return rfi_fail(err, RF_ERR_DEVICE, m, "%s: waited in vain for its part of a sum from %s",
-                            g->members[m].name, g->members[trouble[1 + m] - 1].name);
-    if (trouble && trouble[0])
-        return rfi_fail(err, RF_ERR_DEVICE, 0, "%s: a step failed on one of them: close what uses it", g->name);
+    const volatile uint32_t *t = g->trouble;
+    for (uint32_t m = 0; t && m < g->n; m++) {
+        t += RF_TROUBLE_WORDS;
+        if (t[RF_TROUBLE_FROM] == 0 || t[RF_TROUBLE_FROM] > g->n) continue;
+        return rfi_fail(err, RF_ERR_DEVICE, m,
+                        "%s: waited in vain for its part of sum %u from %s (block %u, step %u: turn %u wanted, %u found)",
+                        g->members[m].name, t[RF_TROUBLE_SUM], g->members[t[RF_TROUBLE_FROM] - 1].name,
+                        t[RF_TROUBLE_BLOCK], t[RF_TROUBLE_EPOCH], t[RF_TROUBLE_WANTED], t[RF_TROUBLE_FOUND]);
+    }
     return RF_OK;
 }
 
@@ -17888,7 +17905,9 @@ static rf_result rfi_group_mem_sum(rf_queue *queue, rf_mem_at src, uint64_t n, r
     if (r == RF_OK) r = rfi_group_mem_have(q->g, rfi_group_mem_of(sum.mem), m, sum.mem->size_bytes, err);
     rfi_group_mem_at(rfi_group_mem_of(src.mem), m, src.offset, &from);
     rfi_group_mem_at(rfi_group_mem_of(sum.mem), m, sum.offset, &to);
+    rfi_group_order(q->g);
     RFI_MEMBER(r, &q->g->members[m], mem_sum(q->queues[m], from, n, to, &t, &why), err);
+    rfi_group_order_end(q->g);
     rfi_group_note(q, m, &t);
     return rfi_group_ticket(q, r, ticket);
 }
@@ -18032,7 +18051,7 @@ static rf_plan rfi_group_part(const rf_plan *plan, uint32_t begin, uint32_t end)
 /* Bytes of a member's block for sums. */
 static uint64_t rfi_shard_block_bytes(const rfi_shard *shard, uint32_t n, uint32_t n_batch) {
     const uint64_t widest = shard->buffers[shard->plan.n_buffers - 1].width;
-    return RF_SUM_HEAD_BYTES + 2ull * n * n_batch * widest * sizeof(float);
+    return RF_SUM_HEAD_BYTES + 2ull * n * (RF_SUM_FLAGGED * sizeof(uint64_t) + n_batch * widest * sizeof(float));
 }
 
 /* Likewise, by tensors. */
@@ -18091,6 +18110,7 @@ static void rfi_group_plan_release(rf_prepared *prepared) {
     }
     rfi_free(alloc, p->buffer_offset);
     rfi_free(alloc, p->shard_segments);
+    rfi_free(alloc, p->sums);
     rfi_free(alloc, p->state_offset);
     rfi_free(alloc, p->enters);
     for (uint32_t m = 0; m < p->g->n; m++) rfi_group_host_release((rf_dev *)(void *)p->g, p->bounce[m]);
@@ -18201,10 +18221,10 @@ static rf_result rfi_shards_block(rfi_group_plan *p, uint32_t m, rf_error *err) 
     rf_result r = RF_OK;
     RFI_MEMBER(r, member, shared_create(member->dev, n, &p->blocks[m], &why), err);
     RFI_MEMBER(r, member, queue_create(member->dev, &q, &why), err);
-    RFI_MEMBER(r, member, mem_fill(q, &p->blocks[m], 0, 0, RF_SUM_HEAD_BYTES, &t, &why), err);
+    RFI_MEMBER(r, member, mem_fill(q, &p->blocks[m], 0, 0, n, &t, &why), err);
     RFI_MEMBER(r, member, ticket_wait(&t, RFI_WAIT_MS, &why), err);
     if (q) member->api->queue_release(q);
-    p->members[m] = (rf_plan_members){p->g->n, m, p->blocks, p->g->trouble};
+    p->members[m] = (rf_plan_members){p->g->n, m, p->blocks, p->g->trouble, 0, 0};
     return r;
 }
 
@@ -18237,7 +18257,11 @@ static rf_result rfi_shards_segments(rfi_group_plan *p, const uint32_t *shard_op
     uint32_t k = 0;
     p->shard_segments = (uint32_t *)rfi_alloc(&p->g->alloc, plan->n_ops + 1ull, sizeof *p->shard_segments, "segments",
                                               err);
-    if (!p->shard_segments) return RF_ERR_MEMORY;
+    p->sums = (uint32_t *)rfi_alloc(&p->g->alloc, p->segments[0] + 1ull, sizeof *p->sums, "segments", err);
+    if (!p->shard_segments || !p->sums) return RF_ERR_MEMORY;
+    for (uint32_t i = 0; i < p->segments[0]; i++) /* a sum is a segment of its own */
+        p->sums[i + 1] = p->sums[i] + (shard->ops[shard_ops[i]].kind == RF_OP_SUM);
+    p->turn = 1;
     for (uint32_t i = 0; i < plan->n_ops; i++) {
         if (!rf_op_begins_segment(plan, i)) continue;
         while (k < p->segments[0] && shard->origin[shard_ops[k]] < i) k++;
@@ -18284,13 +18308,19 @@ static rf_result rfi_shards_run_one(rfi_group_plan *p, rfi_group_queue *q, uint3
     return r;
 }
 
-/* All members run the same segments side by side. After a failure of one the others do not wait for it. */
+/* All members run the same segments side by side. After a failure of one the others do not wait for it: the step's epoch
+ * ends. The next one begins with a turn that none has seen. */
 static rf_result rfi_shards_run(rfi_group_plan *p, rfi_group_queue *q, uint32_t first, uint32_t last,
                                 const rf_step *step, rf_error *err) {
     const uint32_t n = p->g->n, begin = p->shard_segments[first], end = p->shard_segments[last];
     rf_result r = rfi_group_trouble(p->g, err);
     int whole = first == 0 && last == p->n_segments, one = 0;
     if (r != RF_OK) return r;
+    if (first == 0 && ++p->g->epoch == RF_NO_EPOCH) p->g->epoch = 1;
+    for (uint32_t m = 0; m < n; m++) {
+        p->members[m].turn = p->turn - p->sums[begin];
+        if (first == 0) p->members[m].epoch = p->g->epoch;
+    }
     for (uint32_t m = 0; m < n && whole; m++, whole = whole && one)
         RFI_MEMBER(r, &p->g->members[m], plan_ready(p->prepared[m], q->queues[m], step, &one, &why), err);
     for (uint32_t k = begin, next; r == RF_OK && k < end; k = next) {
@@ -18298,7 +18328,8 @@ static rf_result rfi_shards_run(rfi_group_plan *p, rfi_group_queue *q, uint32_t 
         for (uint32_t m = 0; r == RF_OK && m < n; m++) r = rfi_shards_run_one(p, q, m, k, next, step, err);
     }
     q->current = 0;
-    if (r != RF_OK) *(volatile uint32_t *)p->g->trouble = 1;
+    p->turn += r == RF_OK ? p->sums[end] - p->sums[begin] : p->shards[0].n_sums;
+    if (r != RF_OK) *(volatile uint32_t *)p->g->trouble = p->members[0].epoch;
     return r;
 }
 

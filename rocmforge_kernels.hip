@@ -1317,8 +1317,10 @@ struct rfk_step_args {
     rf_step_row *rows;
     uint32_t *logit_rows;
     uint32_t first, n_rows, n_logits;
+    uint32_t *now, turn, epoch; /* for sums over members */
 };
 static __global__ void rfk_write_step(rfk_step_args a) {
+    if (threadIdx.x == 0) a.now[0] = a.turn, a.now[1] = a.epoch;
     if (threadIdx.x < a.n_rows) a.rows[a.first + threadIdx.x] = a.row[threadIdx.x];
     if (threadIdx.x < a.n_logits) a.logit_rows[a.first + threadIdx.x] = a.logit_row[threadIdx.x];
 }
@@ -7567,35 +7569,36 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_trim(rfk_trim_args a) {
 }
 
 /* ---- sums over the members of a group ----
- * One launch on each member: its blocks write their part of `in` into the blocks of memory of all others, then a flag;
- * they wait for the others' flags, and add up what came. A member is at most one sum ahead of another, because it has
- * waited for that one's flag, so that two sets of parts, used in turn, are enough. All launches have RFK_MEMBER_BLOCKS
- * blocks, whatever the rows: their counts of turns stay equal. All blocks of a launch must run at once. */
+ * As rf_plan_members says. A member knows that another has read a set of parts before it writes there again: it has what
+ * that one wrote in the sum between, by a kernel that began when the one that read had ended. */
 
-/* The beginning of a member's block of memory, RF_SUM_HEAD_BYTES at most. */
+/* The beginning of a member's block of memory. */
 struct rfk_sum_head {
     uint32_t flag[RF_MAX_MEMBERS][RF_SUM_BLOCKS]; /* [k][i]: the turn that block i of member k has written */
-    uint32_t turn[RF_SUM_BLOCKS];                 /* the last one that is done */
-    uint32_t stopped;                             /* 1: a wait was given up; no more waits */
+    uint32_t reports;                             /* waits that were given up and say so */
 };
 static_assert(sizeof(rfk_sum_head) <= RF_SUM_HEAD_BYTES, "the flags of sums");
 
 struct rfk_members_args {
     const float *in;
     float *out;
-    uint32_t in_stride, out_stride, n, n_rows, accumulate;
+    uint32_t in_stride, out_stride, n, n_rows, accumulate, index;
     uint32_t n_members, rank;
-    uint64_t part_values;        /* of a part; 2 * n_members parts follow a head */
+    uint64_t part_values;        /* of a part without flags */
     char *block[RF_MAX_MEMBERS]; /* the members' */
     uint32_t *trouble;           /* as in rf_plan_members */
+    const volatile uint32_t *now; /* {turn of sum 0, epoch}: rfk_write_step. Volatile: not from L1 */
 };
 
-#if defined(ROCMFORGE_HIP_EMU) /* which runs threads in turn */
+#if defined(ROCMFORGE_HIP_EMU) /* which runs threads in turn; small models have both kinds of sums */
 #define RFK_MEMBER_BLOCKS 3u
+#define RFK_MEMBER_FLAGGED 1000u
 #else
 #define RFK_MEMBER_BLOCKS RF_SUM_BLOCKS
+#define RFK_MEMBER_FLAGGED RF_SUM_FLAGGED
 #endif
-#define RFK_MEMBER_POLLS (1u << 25) /* of a flag, until a wait is given up: some 20 seconds */
+#define RFK_MEMBER_BLOCK 512           /* threads of a sum of many values */
+#define RFK_MEMBER_POLLS (1u << 25) /* of a flag, until a wait is given up: 10 to 20 seconds */
 #define RFK_MEMBER_ASKS 4096u       /* polls between two looks at trouble[0], which is host memory */
 
 RFK_DEVICE void rfk_store_far(uint32_t *p, uint32_t v) { /* after all writes that this thread has seen */
@@ -7619,40 +7622,121 @@ RFK_DEVICE uint32_t rfk_load_far(const uint32_t *p) { /* before all reads that f
 #endif
 }
 
-/* Between two polls. 0: nobody will write any more, which only the emulation knows. */
-RFK_DEVICE int rfk_poll_again() {
+/* Two values with their flags: each of the two is one write. */
+struct rfk_flagged {
+    uint64_t v[2]; /* bits of the value | turn << 32 */
+};
+RFK_DEVICE void rfk_store_flagged(rfk_flagged *p, float2 v, uint32_t turn) {
+    const uint64_t flag = (uint64_t)turn << 32, x = flag | rfk_as_bits(v.x), y = flag | rfk_as_bits(v.y);
 #if defined(ROCMFORGE_HIP_EMU)
-    return hip_emu_wait();
+    p->v[0] = x, p->v[1] = y;
+#elif defined(RFK_NVIDIA)
+    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(x), "l"(y) : "memory");
 #else
-    return 1;
+    __hip_atomic_store(&p->v[0], x, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+    __hip_atomic_store(&p->v[1], y, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
 #endif
 }
+RFK_DEVICE rfk_flagged rfk_load_flagged(const rfk_flagged *p) {
+    rfk_flagged f;
+#if defined(ROCMFORGE_HIP_EMU)
+    f = *p;
+#elif defined(RFK_NVIDIA)
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(f.v[0]), "=l"(f.v[1]) : "l"(p) : "memory");
+#else
+    f.v[0] = __hip_atomic_load(&p->v[0], __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+    f.v[1] = __hip_atomic_load(&p->v[1], __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+#endif
+    return f;
+}
 
-/* Wait until member `from` has written its part of a turn for this block. */
-RFK_DEVICE void rfk_sum_wait(const rfk_members_args &a, rfk_sum_head *own, uint32_t from, uint32_t turn) {
-    const uint32_t *flag = &own->flag[from][blockIdx.x];
-    if (rfk_load_far(&own->stopped)) return;
-    for (uint32_t polls = 1; (int32_t)(rfk_load_far(flag) - turn) < 0; polls++) {
-        const int ends = polls % RFK_MEMBER_ASKS == 0 && (polls >= RFK_MEMBER_POLLS || rfk_load_far(a.trouble));
-        if (!ends && rfk_poll_again()) continue;
-        rfk_store_far(&own->stopped, 1);
-        rfk_store_far(&a.trouble[1 + a.rank], 1 + from);
-        return;
+/* A wait of one thread for one member. */
+struct rfk_sum_wait {
+    rfk_sum_head *own;
+    uint32_t from, turn, epoch, polls;
+};
+
+/* Whether to poll again, after turn `found`. Says so where a wait is given up first. */
+RFK_DEVICE bool rfk_waits_on(const rfk_members_args &a, rfk_sum_wait &w, uint32_t found) {
+#if defined(ROCMFORGE_HIP_EMU)
+    const bool alone = !hip_emu_wait(); /* nobody will write any more */
+#else
+    const bool alone = false;
+#endif
+    if (!alone && ++w.polls % RFK_MEMBER_ASKS) return true;
+    const uint32_t stopped = rfk_load_far(a.trouble);
+    if (stopped == w.epoch || stopped == RF_NO_EPOCH) return false;
+    if (!alone && w.polls < RFK_MEMBER_POLLS) return true;
+    if (atomicAdd(&w.own->reports, 1u) == 0) {
+        uint32_t *say = a.trouble + RF_TROUBLE_WORDS * (1 + a.rank);
+        say[RF_TROUBLE_SUM] = a.index;
+        say[RF_TROUBLE_BLOCK] = blockIdx.x;
+        say[RF_TROUBLE_WANTED] = w.turn;
+        say[RF_TROUBLE_FOUND] = found;
+        say[RF_TROUBLE_EPOCH] = w.epoch;
+        rfk_store_far(say + RF_TROUBLE_FROM, 1 + w.from);
+    }
+    rfk_store_far(a.trouble, RF_NO_EPOCH);
+    return false;
+}
+
+/* Where member `to` has the flagged part of member `from`. */
+RFK_DEVICE rfk_flagged *rfk_flagged_part(const rfk_members_args &a, uint32_t to, uint32_t from, uint32_t turn) {
+    rfk_flagged *parts = reinterpret_cast<rfk_flagged *>(a.block[to] + RF_SUM_HEAD_BYTES);
+    return parts + (size_t)((turn & 1) * a.n_members + from) * (RF_SUM_FLAGGED / 2);
+}
+
+/* At most RFK_MEMBER_FLAGGED values, n is even.   grid [ceil(n_rows * n / 2 / 256), at most RFK_MEMBER_BLOCKS]   block 256 */
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_sum_flagged(rfk_members_args a) {
+    const uint32_t n2 = a.n / 2, total = n2 * a.n_rows, first = blockIdx.x * RFK_BLOCK + threadIdx.x,
+                   step = gridDim.x * RFK_BLOCK;
+    rfk_wait_previous();
+    if (a.n_members == 0) return; /* a launch that loads the kernel */
+    const uint32_t turn = a.now[0] + a.index, epoch = a.now[1];
+    for (uint32_t i = first; i < total; i += step) {
+        const float2 v = *reinterpret_cast<const float2 *>(a.in + (size_t)(i / n2) * a.in_stride + 2 * (i % n2));
+        for (uint32_t k = 0; k < a.n_members; k++)
+            if (k != a.rank) rfk_store_flagged(rfk_flagged_part(a, k, a.rank, turn) + i, v, turn);
+    }
+    __syncthreads(); /* no thread waits before all have written */
+    for (uint32_t i = first; i < total; i += step) {
+        const float2 mine = *reinterpret_cast<const float2 *>(a.in + (size_t)(i / n2) * a.in_stride + 2 * (i % n2));
+        float2 *out = reinterpret_cast<float2 *>(a.out + (size_t)(i / n2) * a.out_stride + 2 * (i % n2)), sum = mine,
+               before = {0, 0};
+        if (a.accumulate) before = *out;
+        for (uint32_t k = 0; k < a.n_members; k++) {
+            rfk_sum_wait w = {reinterpret_cast<rfk_sum_head *>(a.block[a.rank]), k, turn, epoch, 0};
+            const rfk_flagged *at = rfk_flagged_part(a, a.rank, k, turn) + i;
+            float2 v = mine;
+            while (k != a.rank) {
+                const rfk_flagged f = rfk_load_flagged(at);
+                const uint32_t x = (uint32_t)(f.v[0] >> 32), y = (uint32_t)(f.v[1] >> 32);
+                v.x = rfk_as_float((uint32_t)f.v[0]), v.y = rfk_as_float((uint32_t)f.v[1]);
+                if ((x == turn && y == turn) || !rfk_waits_on(a, w, x == turn ? y : x)) break;
+            }
+            if (k == 0) sum = v;
+            else sum.x += v.x, sum.y += v.y;
+        }
+        if (a.accumulate) sum.x += before.x, sum.y += before.y;
+        *out = sum;
     }
 }
 
 RFK_DEVICE float4 *rfk_sum_part(const rfk_members_args &a, uint32_t to, uint32_t from, uint32_t turn) {
-    float *parts = reinterpret_cast<float *>(a.block[to] + RF_SUM_HEAD_BYTES);
-    return reinterpret_cast<float4 *>(parts + ((uint64_t)(turn & 1) * a.n_members + from) * a.part_values);
+    char *parts = a.block[to] + RF_SUM_HEAD_BYTES + (size_t)2 * a.n_members * RF_SUM_FLAGGED * sizeof(uint64_t);
+    return reinterpret_cast<float4 *>(reinterpret_cast<float *>(parts) +
+                                      ((turn & 1) * a.n_members + from) * a.part_values);
 }
 
-/* n is a multiple of 4.   grid RFK_MEMBER_BLOCKS   block 256 */
-static __global__ void RFK_THREADS(RFK_BLOCK) rfk_sum_members(rfk_members_args a) {
-    const uint32_t n4 = a.n / 4, total = n4 * a.n_rows, first = blockIdx.x * RFK_BLOCK + threadIdx.x;
+/* More, or of one member alone. n is a multiple of 4.   grid RFK_MEMBER_BLOCKS   block RFK_MEMBER_BLOCK */
+static __global__ void RFK_THREADS(RFK_MEMBER_BLOCK) rfk_sum_members(rfk_members_args a) {
+    const uint32_t n4 = a.n / 4, total = n4 * a.n_rows, first = blockIdx.x * RFK_MEMBER_BLOCK + threadIdx.x,
+                   step = RFK_MEMBER_BLOCKS * RFK_MEMBER_BLOCK;
     rfk_sum_head *own = reinterpret_cast<rfk_sum_head *>(a.n_members > 1 ? a.block[a.rank] : NULL);
     rfk_wait_previous();
-    const uint32_t turn = own ? rfk_load_far(&own->turn[blockIdx.x]) + 1 : 0; /* not from a multiprocessor's cache */
-    for (uint32_t i = first; own && i < total; i += RFK_MEMBER_BLOCKS * RFK_BLOCK) {
+    const uint32_t turn = own ? a.now[0] + a.index : 0, epoch = own ? a.now[1] : 0;
+    RFK_UNROLL(4)
+    for (uint32_t i = own ? first : total; i < total; i += step) {
         const float4 v = *reinterpret_cast<const float4 *>(a.in + (size_t)(i / n4) * a.in_stride + 4 * (i % n4));
         for (uint32_t k = 0; k < a.n_members; k++)
             if (k != a.rank) rfk_sum_part(a, k, a.rank, turn)[i] = v;
@@ -7664,11 +7748,15 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_sum_members(rfk_members_args a
         if (pairs)
             rfk_store_far(&reinterpret_cast<rfk_sum_head *>(a.block[threadIdx.x])->flag[a.rank][blockIdx.x], turn);
         __syncthreads(); /* no wave waits before all flags are written */
-        if (pairs) rfk_sum_wait(a, own, threadIdx.x, turn);
+        rfk_sum_wait w = {own, threadIdx.x, turn, epoch, 0};
+        while (pairs) {
+            const uint32_t found = rfk_load_far(&own->flag[threadIdx.x][blockIdx.x]);
+            if (found == turn || !rfk_waits_on(a, w, found)) break;
+        }
         __syncthreads();
-        if (threadIdx.x == 0) own->turn[blockIdx.x] = turn;
     }
-    for (uint32_t i = first; i < total; i += RFK_MEMBER_BLOCKS * RFK_BLOCK) {
+    RFK_UNROLL(2)
+    for (uint32_t i = first; i < total; i += step) {
         const float4 mine = *reinterpret_cast<const float4 *>(a.in + (size_t)(i / n4) * a.in_stride + 4 * (i % n4));
         float4 *out = reinterpret_cast<float4 *>(a.out + (size_t)(i / n4) * a.out_stride + 4 * (i % n4)), sum = mine;
         for (uint32_t k = 0; own && k < a.n_members; k++) {
@@ -10548,7 +10636,7 @@ struct rf_prepared {
     uint32_t tile_blocks; /* blocks of such a launch at most */
     /* the step in rows and logit_rows, written through `written_by`; copies on the host */
     rf_queue *written_by;
-    uint32_t n_rows, n_row_logits;
+    uint32_t n_rows, n_row_logits, turn, epoch;
     rf_step_row *host_rows;
     uint32_t *host_logit_rows;
     /* decode steps */
@@ -10567,6 +10655,7 @@ struct rf_prepared {
     rfk_best_value *best; /* [RFK_ARGMAX_PARTS] */
     uint32_t *tickets, n_tickets; /* of fused attention: one a KV head */
     uint32_t *differ;
+    uint32_t *now;       /* of the step: rfk_members_args */
     hipGraphExec_t graph[RFK_MAX_GRAPHS];
     uint32_t n_graphs, graphs_checked, graph_config;
     int capturing, no_graphs;
@@ -10907,6 +10996,7 @@ static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
     rfk_take_bytes(&at, &p->tickets, few * heads * sizeof *p->tickets);
     rfk_take_bytes(&at, &p->kept_logits, n_kept * sizeof *p->kept_logits);
     rfk_take_bytes(&at, &p->differ, sizeof *p->differ);
+    rfk_take_bytes(&at, &p->now, 2 * sizeof *p->now);
     rfk_take_bytes(&at, &p->tile_part, tile_bytes);
     rfk_take_bytes(&at, &p->index_scores, (uint64_t)RFK_INDEX_ROWS * lists * p->n_ctx * sizeof *p->index_scores);
     rfk_take_bytes(&at, &p->terms.value, /* a tile may reach beyond the last row */
@@ -10945,7 +11035,10 @@ static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
     rfk_members_args nothing;
     memset(&nothing, 0, sizeof nothing);
     if (r == RF_OK && p->members) /* the runtime loads a kernel when it is first launched */
-        r = rfk_check(p->dev, err, rfk_launch(rfk_sum_members, dim3(1), dim3(RFK_BLOCK), q->stream, nothing),
+        r = rfk_check(p->dev, err, rfk_launch(rfk_sum_members, dim3(1), dim3(RFK_MEMBER_BLOCK), q->stream, nothing),
+                      "hipLaunchKernel", "a sum", 0);
+    if (r == RF_OK && p->members)
+        r = rfk_check(p->dev, err, rfk_launch(rfk_sum_flagged, dim3(1), dim3(RFK_BLOCK), q->stream, nothing),
                       "hipLaunchKernel", "a sum", 0);
     if (r == RF_OK)
         r = rfk_check(p->dev, err, hipStreamSynchronize(q->stream), "hipStreamSynchronize", "rope tables", 0);
@@ -12301,15 +12394,23 @@ static rf_result rfk_run_sum(const rfk_launching *l) {
     a.n = l->op->sum.n;
     a.n_rows = l->n_rows;
     a.accumulate = l->op->flags & RF_OP_ACCUMULATE;
+    a.index = l->op->sum.index;
+    a.now = l->p->now;
     a.n_members = 1;
     if (members) {
         a.n_members = members->n;
         a.rank = members->rank;
-        a.part_values = (members->blocks->size_bytes - RF_SUM_HEAD_BYTES) / (2 * members->n * sizeof(float));
+        a.part_values = (members->blocks->size_bytes - RF_SUM_HEAD_BYTES -
+                         (uint64_t)2 * members->n * RF_SUM_FLAGGED * sizeof(uint64_t)) /
+                        (2 * members->n * sizeof(float));
         a.trouble = members->trouble;
         for (uint32_t k = 0; k < members->n; k++) a.block[k] = (char *)members->blocks[k].base;
     }
-    return rfk_enqueue_early(l, rfk_sum_members, dim3(RFK_MEMBER_BLOCKS), RFK_BLOCK, a);
+    const uint64_t n_values = (uint64_t)a.n * a.n_rows;
+    if (!members || n_values > RFK_MEMBER_FLAGGED)
+        return rfk_enqueue_early(l, rfk_sum_members, dim3(RFK_MEMBER_BLOCKS), RFK_MEMBER_BLOCK, a);
+    const uint32_t blocks = rfk_ceil_div(n_values / 2, RFK_BLOCK);
+    return rfk_enqueue_early(l, rfk_sum_flagged, dim3(blocks < RFK_MEMBER_BLOCKS ? blocks : RFK_MEMBER_BLOCKS), RFK_BLOCK, a);
 }
 
 static rf_result rfk_run_index(const rfk_launching *l) {
@@ -13125,7 +13226,9 @@ static rf_result rfk_check_run(const rf_prepared *p, const rf_step *step, const 
 /* Write the step's values to the device, unless they are there: a step run segment by segment writes them once. */
 static rf_result rfk_write_step_values(rf_prepared *p, rf_queue *q, const rf_step *step, rf_error *err) {
     size_t row_bytes = step->n_rows * sizeof *step->rows, logit_bytes = step->n_logits * sizeof *step->logit_rows;
-    if (p->written_by == q && p->n_rows == step->n_rows && p->n_row_logits == step->n_logits &&
+    const uint32_t turn = p->members ? p->members->turn : 0, epoch = p->members ? p->members->epoch : 0;
+    if (p->written_by == q && p->n_rows == step->n_rows && p->n_row_logits == step->n_logits && p->turn == turn &&
+        p->epoch == epoch &&
         memcmp(p->host_rows, step->rows, row_bytes) == 0 &&
         (logit_bytes == 0 || memcmp(p->host_logit_rows, step->logit_rows, logit_bytes) == 0))
         return RF_OK;
@@ -13136,6 +13239,9 @@ static rf_result rfk_write_step_values(rf_prepared *p, rf_queue *q, const rf_ste
         memset(&a, 0, sizeof a);
         a.rows = p->rows;
         a.logit_rows = p->logit_rows;
+        a.now = p->now;
+        a.turn = turn;
+        a.epoch = epoch;
         a.first = first;
         for (; a.n_rows < RFK_STEP_ROWS && first + a.n_rows < step->n_rows; a.n_rows++)
             a.row[a.n_rows] = step->rows[first + a.n_rows];
@@ -13150,6 +13256,8 @@ static rf_result rfk_write_step_values(rf_prepared *p, rf_queue *q, const rf_ste
     if (logit_bytes) memcpy(p->host_logit_rows, step->logit_rows, logit_bytes);
     p->n_rows = step->n_rows;
     p->n_row_logits = step->n_logits;
+    p->turn = turn;
+    p->epoch = epoch;
     p->written_by = q;
     return RF_OK;
 }
@@ -13515,6 +13623,7 @@ static rf_result rfk_plan_run(rf_prepared *p, rf_queue *q, uint32_t first, uint3
     if (times) rfk_before_timed(p, q, 0);
     if (r == RF_OK && !replayed) r = rfk_run_segments(p, q, first, last, step, err);
     if (times) rfk_after_timed(p, q, r);
+    if (r != RF_OK && p->members) *(volatile uint32_t *)p->members->trouble = p->members->epoch; /* what runs ends */
     return rfk_end_submit(q, r, ticket, err);
 }
 
