@@ -13599,6 +13599,11 @@ static rf_result rfk_replay_few(rf_prepared *p, rf_queue *q, const rf_step *step
     return rfk_check(p->dev, err, hipGraphLaunch(graph->exec, q->stream), "hipGraphLaunch", "a step", 0);
 }
 
+/* Of a step that failed: before this member waits for what runs, no sum waits for the others any more. */
+static void rfk_end_epoch(const rf_prepared *p) {
+    if (p->members) *(volatile uint32_t *)p->members->trouble = p->members->epoch;
+}
+
 /* After a failure nothing of the step is running, earlier segments included: the caller may free its memory. */
 static rf_result rfk_plan_run(rf_prepared *p, rf_queue *q, uint32_t first, uint32_t last, const rf_step *step,
                               rf_ticket *ticket, rf_error *err) {
@@ -13606,7 +13611,10 @@ static rf_result rfk_plan_run(rf_prepared *p, rf_queue *q, uint32_t first, uint3
     if (first > last || last > p->n_segments)
         return rfk_fail(err, RF_ERR_ARGUMENT, 0, first, "hip: segments %u to %u of %u", first, last, p->n_segments);
     rfk_scope scope(q->dev->index);
-    if (scope.error != hipSuccess) return rfk_enter_queue(q, scope, err);
+    if (scope.error != hipSuccess) {
+        rfk_end_epoch(p);
+        return rfk_enter_queue(q, scope, err);
+    }
     pthread_mutex_lock(&q->submit);
     rf_result r = rfk_check_step(p, step, err);
     for (uint32_t i = p->segments[first]; r == RF_OK && i < p->segments[last]; i++)
@@ -13623,8 +13631,11 @@ static rf_result rfk_plan_run(rf_prepared *p, rf_queue *q, uint32_t first, uint3
     if (times) rfk_before_timed(p, q, 0);
     if (r == RF_OK && !replayed) r = rfk_run_segments(p, q, first, last, step, err);
     if (times) rfk_after_timed(p, q, r);
-    if (r != RF_OK && p->members) *(volatile uint32_t *)p->members->trouble = p->members->epoch; /* what runs ends */
-    return rfk_end_submit(q, r, ticket, err);
+    if (r == RF_OK) r = rfk_ticket_record(q, ticket, err);
+    if (r != RF_OK) rfk_end_epoch(p);
+    r = rfk_settle(q, r);
+    pthread_mutex_unlock(&q->submit);
+    return r;
 }
 
 /* A graph's first launch loads it, too: that is done here. */

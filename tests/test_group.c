@@ -384,6 +384,35 @@ static void failing_calls(const char *group, uint32_t n_runs) {
     hip_emu_recover();
     mg_free(&file);
 }
+
+/* After a call that fails in a step the same session goes on with the right bits. */
+static void tensors_go_on(uint32_t n_runs) {
+    static speech want, got;
+    static const rf_device_desc dd = {.split = RF_SPLIT_TENSORS};
+    mg_buf file = {0};
+    rig r;
+    uint32_t noticed = 0, n = 0;
+    mg_llama(&file, &(mg_options){.type = MG_Q4_0, .n_layers = 2, .n_ff = 128, .seed = 12});
+    REQUIRE(rig_open(&r, &(rig_how){.file = &file, .device = "hip:0,2", .device_desc = &dd, .session = &session}));
+    CHECK(speak(&r, &want) == RF_OK, "%s", r.err.text);
+    const uint64_t before = hip_emu_get_counts().calls;
+    CHECK(speak(&r, &want) == RF_OK, "%s", r.err.text);
+    const uint64_t n_calls = hip_emu_get_counts().calls - before;
+    for (uint64_t call = 1; call < n_calls; call += 1 + n_calls / n_runs, n++) {
+        hip_emu_fail_call(call, 0);
+        const rf_result res = speak(&r, &got);
+        hip_emu_fail_call(0, 0);
+        noticed += res != RF_OK;
+        CHECK(res == RF_OK || strstr(r.err.text, "hip:0") || strstr(r.err.text, "hip:2"), "call %d: %s", (int)call, r.err.text);
+        CHECK(speak(&r, &got) == RF_OK, "after call %d: %s", (int)call, r.err.text);
+        CHECK(memcmp(&want, &got, sizeof want) == 0, "after call %d: other bits", (int)call);
+    }
+    CHECK(noticed > n / 2, "%u of %u failures noticed", noticed, n);
+    rig_close(&r);
+    mg_free(&file);
+}
+static void test_tensors_go_on(void) { tensors_go_on(12); }
+static void test_tensors_go_on_more(void) { tensors_go_on(150); }
 static void test_failing_calls(void) { failing_calls("hip:0,2", 12); }
 static void test_failing_more(void) { failing_calls("hip:0,2", 150); }
 static void test_tensors_failing(void) { failing_calls("tensors hip:0,2", 12); }
@@ -399,6 +428,8 @@ int main(int argc, char **argv) {
     RUN(test_tensors_refused);
     RUN(test_tensors_failing);
     RUN_SLOW(test_tensors_failing_more);
+    RUN(test_tensors_go_on);
+    RUN_SLOW(test_tensors_go_on_more);
     RUN(test_peers);
     RUN(test_uneven);
     RUN(test_failing_calls);
