@@ -2836,6 +2836,8 @@ struct rfk_product {
     float *out;
     uint32_t type, bias_type, factor_type, out_stride, row0, n_out, accumulate, end_block;
     float scale, softcap;         /* softcap 0: none */
+    float *const *far;            /* [n_far] where other members want it, too: [cols, n_out] (rfk_sum_members) */
+    uint32_t n_far;
 };
 #define RFK_PRODUCTS 3
 struct rfk_matmul_args {
@@ -2871,7 +2873,8 @@ RFK_DEVICE float rfk_put_on(const rfk_product &p, uint32_t row, uint32_t col, fl
     return p.out[(size_t)col * p.out_stride + row] = rfk_epilogue(p, row, v, before);
 }
 RFK_DEVICE void rfk_put(const rfk_product &p, uint32_t row, uint32_t col, float v) {
-    (void)rfk_put_on(p, row, col, v, p.accumulate ? p.out[(size_t)col * p.out_stride + row] : 0.0f);
+    v = rfk_put_on(p, row, col, v, p.accumulate ? p.out[(size_t)col * p.out_stride + row] : 0.0f);
+    for (uint32_t k = 0; k < p.n_far; k++) p.far[k][(size_t)col * p.n_out + row] = v;
 }
 /* The same for rows 4i .. 4i + 3 of the n_out; v becomes what is stored. */
 RFK_DEVICE void rfk_put4(const rfk_product &p, uint32_t i, uint32_t col, float *v) {
@@ -2880,6 +2883,7 @@ RFK_DEVICE void rfk_put4(const rfk_product &p, uint32_t i, uint32_t col, float *
     for (uint32_t k = 0; k < 4; k++)
         if (4 * i + k < p.n_out) v[k] = rfk_epilogue(p, 4 * i + k, v[k], before[k]);
     rfk_set4(out, i, p.n_out, v);
+    for (uint32_t k = 0; k < p.n_far; k++) rfk_set4(p.far[k] + (size_t)col * p.n_out, i, p.n_out, v);
 }
 
 /* Dot product of a unit with a column, given by its quants and groups. at: rfk_unit_at. Multiply-adds are fused here,
@@ -3242,6 +3246,80 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rest(rfk_experts_args a) {
         a.x[(size_t)blockIdx.y * a.x_stride + (size_t)head * a.x_choice + a.n_in + e];
 }
 
+/* ---- values for other members ----
+ * What one GPU writes and another one reads while both run. */
+
+RFK_DEVICE void rfk_store_far(uint32_t *p, uint32_t v) { /* after all writes that this thread has seen */
+#if defined(ROCMFORGE_HIP_EMU)
+    *p = v;
+#elif defined(RFK_NVIDIA)
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+#else
+    __hip_atomic_store(p, v, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_SYSTEM);
+#endif
+}
+RFK_DEVICE uint32_t rfk_load_far(const uint32_t *p) { /* before all reads that follow */
+#if defined(ROCMFORGE_HIP_EMU)
+    return *p;
+#elif defined(RFK_NVIDIA)
+    uint32_t v;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+#else
+    return __hip_atomic_load(p, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_SYSTEM);
+#endif
+}
+
+/* Two values with their flags: each of the two is one write. */
+struct rfk_flagged {
+    uint64_t v[2]; /* bits of the value | turn << 32 */
+};
+RFK_DEVICE uint64_t rfk_flag_value(float v, uint32_t turn) { return (uint64_t)turn << 32 | rfk_as_bits(v); }
+RFK_DEVICE void rfk_store_flagged(rfk_flagged *p, float2 v, uint32_t turn) {
+    const uint64_t x = rfk_flag_value(v.x, turn), y = rfk_flag_value(v.y, turn);
+#if defined(ROCMFORGE_HIP_EMU)
+    p->v[0] = x, p->v[1] = y;
+#elif defined(RFK_NVIDIA)
+    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(x), "l"(y) : "memory");
+#else
+    __hip_atomic_store(&p->v[0], x, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+    __hip_atomic_store(&p->v[1], y, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+#endif
+}
+RFK_DEVICE rfk_flagged rfk_load_flagged(const rfk_flagged *p) {
+    rfk_flagged f;
+#if defined(ROCMFORGE_HIP_EMU)
+    f = *p;
+#elif defined(RFK_NVIDIA)
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(f.v[0]), "=l"(f.v[1]) : "l"(p) : "memory");
+#else
+    f.v[0] = __hip_atomic_load(&p->v[0], __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+    f.v[1] = __hip_atomic_load(&p->v[1], __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+#endif
+    return f;
+}
+
+/* A product whose results, one column, go with their turn to where the members' sum waits for them. */
+struct rfk_push {
+    rfk_flagged *const *parts;   /* [2][n] for even and odd turns, of each member; NULL: results go to the product's out */
+    const volatile uint32_t *now; /* as in rfk_members_args */
+    uint32_t n, index;
+};
+RFK_DEVICE float rfk_push_one(const rfk_push &push, uint32_t turn, uint32_t row, float v) {
+    const uint64_t flagged = rfk_flag_value(v, turn);
+    for (uint32_t k = 0; k < push.n; k++) {
+        uint64_t *to = &push.parts[(turn & 1) * push.n + k][row / 2].v[row % 2];
+#if defined(ROCMFORGE_HIP_EMU)
+        *to = flagged;
+#elif defined(RFK_NVIDIA)
+        asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(flagged) : "memory");
+#else
+        __hip_atomic_store(to, flagged, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+#endif
+    }
+    return v;
+}
+
 /* ---- one column ----
  * The fused matvec of a decode step. A block keeps the column as int8 in shared memory, in the order in which lanes
  * read it, and makes it itself: from floats, from the RMS norm of floats, or from int8 rows. Waves take rows of W in
@@ -3290,6 +3368,7 @@ struct rfk_fused_args {
     const uint8_t *to_norm;         /* weights of the deferred norm that to8 is; NULL: it is none */
     float *to_squares;              /* [n_out / 32] */
     uint32_t to_norm_type;
+    rfk_push push;                  /* of the only product */
 };
 
 /* Deferred RMS norm: quantize x * w and keep the sum of squares of x for each group of 32; dot products are scaled by 1
@@ -3375,6 +3454,7 @@ RFK_DEVICE uint32_t rfk_find_product(const rfk_product *part, uint32_t &number, 
 #define RFK_FUSED_PASSES 8u /* rows of a wave at most, if the block quantizes its results */
 struct rfk_fused_shared {
     float factor;                         /* of all dot products: 1 / rms of a deferred norm */
+    uint32_t turn;                        /* of the sum that the product is pushed to */
     float squares[RFK_MAX_COLUMN / 32];   /* of the norm that this block makes */
     float out[RFK_FUSED_PASSES][32];       /* results, if they are quantized */
     float to_norm[RFK_FUSED_PASSES][32];   /* and the norm weights that multiply them */
@@ -3865,7 +3945,8 @@ RFK_DEVICE float rfk_put_glu(const rfk_product &gates, const rfk_product &p, uin
 /* Lane 0: store the epilogue of a row's sum, or silu(gate) * sum, and return it. before: the value there, if the
  * product accumulates. */
 RFK_DEVICE float rfk_fused_epilogue(const rfk_fused_args &a, const rfk_product &p, uint32_t row, float gate, float sum,
-                                float before) {
+                                float before, uint32_t turn) {
+    if (a.push.parts) return rfk_push_one(a.push, turn, row, rfk_epilogue(p, row, sum, before));
     return a.glu ? rfk_put_glu(p, a.part[1], row, 0, gate, sum) : rfk_put_on(p, row, 0, sum, before);
 }
 
@@ -3920,6 +4001,7 @@ RFK_DEVICE void rfk_fused_block(const rfk_fused_args &a, const rfk_product &p, u
     rfk_fill_grid<rfk_grid_of<TYPE>::IS>(c.grid, RFK_FUSED_BLOCK);
     rfk_wait_previous();
     if (a.to_norm && threadIdx.x < RFK_FUSED_PASSES * 32) s.to_norm[threadIdx.x / 32][threadIdx.x % 32] = to_norm;
+    if (a.push.parts && threadIdx.x == 0) s.turn = a.push.now[0] + a.push.index;
     rfk_fill_column<WAVE>(a, c, weight, s);
     float before = lane == 0 && p.accumulate && row < n_out ? p.out[row] : 0.0f;
     while (row < n_out) {
@@ -3951,7 +4033,7 @@ RFK_DEVICE void rfk_fused_block(const rfk_fused_args &a, const rfk_product &p, u
             if (next_second) gate = sum;
             else if (lane == 0) {
                 const float made =
-                    rfk_fused_epilogue(a, p, row, rfk_mul(gate, s.factor), rfk_mul(sum, s.factor), before);
+                    rfk_fused_epilogue(a, p, row, rfk_mul(gate, s.factor), rfk_mul(sum, s.factor), before, s.turn);
                 if (a.to8.q) s.out[pass][threadIdx.x / WAVE] = made;
                 if (p.accumulate && next_row < n_out) before = p.out[next_row];
             }
@@ -7583,6 +7665,7 @@ struct rfk_members_args {
     const float *in;
     float *out;
     uint32_t in_stride, out_stride, n, n_rows, accumulate, index;
+    uint32_t pushed; /* the product has written this member's part */
     uint32_t n_members, rank;
     uint64_t part_values;        /* of a part without flags */
     char *block[RF_MAX_MEMBERS]; /* the members' */
@@ -7600,55 +7683,6 @@ struct rfk_members_args {
 #define RFK_MEMBER_BLOCK 512           /* threads of a sum of many values */
 #define RFK_MEMBER_POLLS (1u << 25) /* of a flag, until a wait is given up: 10 to 20 seconds */
 #define RFK_MEMBER_ASKS 4096u       /* polls between two looks at trouble[0], which is host memory */
-
-RFK_DEVICE void rfk_store_far(uint32_t *p, uint32_t v) { /* after all writes that this thread has seen */
-#if defined(ROCMFORGE_HIP_EMU)
-    *p = v;
-#elif defined(RFK_NVIDIA)
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-#else
-    __hip_atomic_store(p, v, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_SYSTEM);
-#endif
-}
-RFK_DEVICE uint32_t rfk_load_far(const uint32_t *p) { /* before all reads that follow */
-#if defined(ROCMFORGE_HIP_EMU)
-    return *p;
-#elif defined(RFK_NVIDIA)
-    uint32_t v;
-    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-    return v;
-#else
-    return __hip_atomic_load(p, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_SYSTEM);
-#endif
-}
-
-/* Two values with their flags: each of the two is one write. */
-struct rfk_flagged {
-    uint64_t v[2]; /* bits of the value | turn << 32 */
-};
-RFK_DEVICE void rfk_store_flagged(rfk_flagged *p, float2 v, uint32_t turn) {
-    const uint64_t flag = (uint64_t)turn << 32, x = flag | rfk_as_bits(v.x), y = flag | rfk_as_bits(v.y);
-#if defined(ROCMFORGE_HIP_EMU)
-    p->v[0] = x, p->v[1] = y;
-#elif defined(RFK_NVIDIA)
-    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(x), "l"(y) : "memory");
-#else
-    __hip_atomic_store(&p->v[0], x, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
-    __hip_atomic_store(&p->v[1], y, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
-#endif
-}
-RFK_DEVICE rfk_flagged rfk_load_flagged(const rfk_flagged *p) {
-    rfk_flagged f;
-#if defined(ROCMFORGE_HIP_EMU)
-    f = *p;
-#elif defined(RFK_NVIDIA)
-    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(f.v[0]), "=l"(f.v[1]) : "l"(p) : "memory");
-#else
-    f.v[0] = __hip_atomic_load(&p->v[0], __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
-    f.v[1] = __hip_atomic_load(&p->v[1], __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
-#endif
-    return f;
-}
 
 /* A wait of one thread for one member. */
 struct rfk_sum_wait {
@@ -7686,39 +7720,43 @@ RFK_DEVICE rfk_flagged *rfk_flagged_part(const rfk_members_args &a, uint32_t to,
     return parts + (size_t)((turn & 1) * a.n_members + from) * (RF_SUM_FLAGGED / 2);
 }
 
-/* At most RFK_MEMBER_FLAGGED values, n is even.   grid [ceil(n_rows * n / 2 / 256), at most RFK_MEMBER_BLOCKS]   block 256 */
+/* At most RFK_MEMBER_FLAGGED values, n is even. Of a part that was pushed it waits for the values, not for the kernel
+ * that makes them: it began when all before that one had ended.
+ *   grid [ceil(n_rows * n / 2 / 256), at most RFK_MEMBER_BLOCKS]   block 256 */
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_sum_flagged(rfk_members_args a) {
     const uint32_t n2 = a.n / 2, total = n2 * a.n_rows, first = blockIdx.x * RFK_BLOCK + threadIdx.x,
                    step = gridDim.x * RFK_BLOCK;
-    rfk_wait_previous();
+    if (a.pushed) rfk_start_next();
+    else rfk_wait_previous();
     if (a.n_members == 0) return; /* a launch that loads the kernel */
     const uint32_t turn = a.now[0] + a.index, epoch = a.now[1];
-    for (uint32_t i = first; i < total; i += step) {
+    for (uint32_t i = a.pushed ? total : first; i < total; i += step) {
         const float2 v = *reinterpret_cast<const float2 *>(a.in + (size_t)(i / n2) * a.in_stride + 2 * (i % n2));
-        for (uint32_t k = 0; k < a.n_members; k++)
-            if (k != a.rank) rfk_store_flagged(rfk_flagged_part(a, k, a.rank, turn) + i, v, turn);
+        for (uint32_t k = 0; k < a.n_members; k++) rfk_store_flagged(rfk_flagged_part(a, k, a.rank, turn) + i, v, turn);
     }
     __syncthreads(); /* no thread waits before all have written */
-    for (uint32_t i = first; i < total; i += step) {
-        const float2 mine = *reinterpret_cast<const float2 *>(a.in + (size_t)(i / n2) * a.in_stride + 2 * (i % n2));
-        float2 *out = reinterpret_cast<float2 *>(a.out + (size_t)(i / n2) * a.out_stride + 2 * (i % n2)), sum = mine,
+    for (uint32_t begin = 0; begin < total; begin += step) { /* all threads take part in each */
+        const uint32_t i = begin + first;
+        float2 *out = reinterpret_cast<float2 *>(a.out + (size_t)(i / n2) * a.out_stride + 2 * (i % n2)), sum = {0, 0},
                before = {0, 0};
-        if (a.accumulate) before = *out;
-        for (uint32_t k = 0; k < a.n_members; k++) {
+        if (a.accumulate && i < total) before = *out;
+        for (uint32_t k = 0; k < a.n_members && i < total; k++) {
             rfk_sum_wait w = {reinterpret_cast<rfk_sum_head *>(a.block[a.rank]), k, turn, epoch, 0};
             const rfk_flagged *at = rfk_flagged_part(a, a.rank, k, turn) + i;
-            float2 v = mine;
-            while (k != a.rank) {
+            for (;;) {
                 const rfk_flagged f = rfk_load_flagged(at);
                 const uint32_t x = (uint32_t)(f.v[0] >> 32), y = (uint32_t)(f.v[1] >> 32);
-                v.x = rfk_as_float((uint32_t)f.v[0]), v.y = rfk_as_float((uint32_t)f.v[1]);
-                if ((x == turn && y == turn) || !rfk_waits_on(a, w, x == turn ? y : x)) break;
+                if ((x == turn && y == turn) || !rfk_waits_on(a, w, x == turn ? y : x)) {
+                    const float2 v = {rfk_as_float((uint32_t)f.v[0]), rfk_as_float((uint32_t)f.v[1])};
+                    if (k == 0) sum = v;
+                    else sum.x += v.x, sum.y += v.y;
+                    break;
+                }
             }
-            if (k == 0) sum = v;
-            else sum.x += v.x, sum.y += v.y;
         }
+        if (a.pushed) rfk_wait_previous(); /* the next kernel counts on it */
         if (a.accumulate) sum.x += before.x, sum.y += before.y;
-        *out = sum;
+        if (i < total) *out = sum;
     }
 }
 
@@ -7736,7 +7774,7 @@ static __global__ void RFK_THREADS(RFK_MEMBER_BLOCK) rfk_sum_members(rfk_members
     rfk_wait_previous();
     const uint32_t turn = own ? a.now[0] + a.index : 0, epoch = own ? a.now[1] : 0;
     RFK_UNROLL(4)
-    for (uint32_t i = own ? first : total; i < total; i += step) {
+    for (uint32_t i = own && !a.pushed ? first : total; i < total; i += step) {
         const float4 v = *reinterpret_cast<const float4 *>(a.in + (size_t)(i / n4) * a.in_stride + 4 * (i % n4));
         for (uint32_t k = 0; k < a.n_members; k++)
             if (k != a.rank) rfk_sum_part(a, k, a.rank, turn)[i] = v;
@@ -10656,6 +10694,8 @@ struct rf_prepared {
     uint32_t *tickets, n_tickets; /* of fused attention: one a KV head */
     uint32_t *differ;
     uint32_t *now;       /* of the step: rfk_members_args */
+    rfk_flagged **flagged_parts; /* [2][n] of even and odd turns: where the members have this one's */
+    float **parts;               /* [2][n - 1] without flags, the others */
     hipGraphExec_t graph[RFK_MAX_GRAPHS];
     uint32_t n_graphs, graphs_checked, graph_config;
     int capturing, no_graphs;
@@ -10997,6 +11037,9 @@ static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
     rfk_take_bytes(&at, &p->kept_logits, n_kept * sizeof *p->kept_logits);
     rfk_take_bytes(&at, &p->differ, sizeof *p->differ);
     rfk_take_bytes(&at, &p->now, 2 * sizeof *p->now);
+    const uint64_t n_members = p->members ? p->members->n : 0;
+    rfk_take_bytes(&at, &p->flagged_parts, 2 * n_members * sizeof *p->flagged_parts);
+    rfk_take_bytes(&at, &p->parts, 2 * n_members * sizeof *p->parts);
     rfk_take_bytes(&at, &p->tile_part, tile_bytes);
     rfk_take_bytes(&at, &p->index_scores, (uint64_t)RFK_INDEX_ROWS * lists * p->n_ctx * sizeof *p->index_scores);
     rfk_take_bytes(&at, &p->terms.value, /* a tile may reach beyond the last row */
@@ -11012,6 +11055,48 @@ static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
     if (n_kept == 0) p->kept_logits = NULL;
     p->n_tickets = (uint32_t)(few * heads);
     return at - (uintptr_t)memory + 256;
+}
+
+/* What all sums of a plan with members have in common. */
+static rfk_members_args rfk_members_of(const rf_prepared *p) {
+    const rf_plan_members *members = p->members;
+    rfk_members_args a;
+    memset(&a, 0, sizeof a);
+    a.n_members = members->n;
+    a.rank = members->rank;
+    a.part_values = (members->blocks->size_bytes - RF_SUM_HEAD_BYTES -
+                     (uint64_t)2 * members->n * RF_SUM_FLAGGED * sizeof(uint64_t)) /
+                    (2 * members->n * sizeof(float));
+    a.trouble = members->trouble;
+    a.now = p->now;
+    for (uint32_t k = 0; k < members->n; k++) a.block[k] = (char *)members->blocks[k].base;
+    return a;
+}
+
+/* Tables of where products write what others sum, and the kernels: the runtime loads them when they are first launched.
+ */
+static rf_result rfk_prepare_members(rf_prepared *p, rf_queue *q, rf_error *err) {
+    const rfk_members_args a = rfk_members_of(p);
+    rfk_members_args nothing;
+    rfk_flagged *flagged[2 * RF_MAX_MEMBERS];
+    float *parts[2 * RF_MAX_MEMBERS];
+    uint32_t n_flagged = 0, n_parts = 0;
+    rf_ticket ticket;
+    memset(&nothing, 0, sizeof nothing);
+    for (uint32_t odd = 0; odd < 2; odd++)
+        for (uint32_t k = 0; k < a.n_members; k++) {
+            flagged[n_flagged++] = rfk_flagged_part(a, k, a.rank, odd);
+            if (k != a.rank) parts[n_parts++] = reinterpret_cast<float *>(rfk_sum_part(a, k, a.rank, odd));
+        }
+    const rf_mem to_flagged = {p->flagged_parts, n_flagged * sizeof *flagged}, to_parts = {p->parts, n_parts * sizeof *parts};
+    rf_result r = rfk_mem_write(q, &to_flagged, 0, flagged, to_flagged.size_bytes, &ticket, err);
+    if (r == RF_OK) r = rfk_mem_write(q, &to_parts, 0, parts, to_parts.size_bytes, &ticket, err);
+    if (r == RF_OK)
+        r = rfk_check(p->dev, err, rfk_launch(rfk_sum_members, dim3(1), dim3(RFK_MEMBER_BLOCK), q->stream, nothing),
+                      "hipLaunchKernel", "a sum", 0);
+    if (r != RF_OK) return r;
+    return rfk_check(p->dev, err, rfk_launch(rfk_sum_flagged, dim3(1), dim3(RFK_BLOCK), q->stream, nothing),
+                     "hipLaunchKernel", "a sum", 0);
 }
 
 /* Make a plan's allocation; write RoPE tables, zero tickets. */
@@ -11032,14 +11117,7 @@ static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
     if (r != RF_OK) return r;
     r = rfk_mem_fill(q, &tickets, 0, 0, tickets.size_bytes, &ticket, err);
     if (r == RF_OK) r = rfk_mem_write(q, &tables, 0, plan->tables, tables.size_bytes, &ticket, err);
-    rfk_members_args nothing;
-    memset(&nothing, 0, sizeof nothing);
-    if (r == RF_OK && p->members) /* the runtime loads a kernel when it is first launched */
-        r = rfk_check(p->dev, err, rfk_launch(rfk_sum_members, dim3(1), dim3(RFK_MEMBER_BLOCK), q->stream, nothing),
-                      "hipLaunchKernel", "a sum", 0);
-    if (r == RF_OK && p->members)
-        r = rfk_check(p->dev, err, rfk_launch(rfk_sum_flagged, dim3(1), dim3(RFK_BLOCK), q->stream, nothing),
-                      "hipLaunchKernel", "a sum", 0);
+    if (r == RF_OK && p->members) r = rfk_prepare_members(p, q, err);
     if (r == RF_OK)
         r = rfk_check(p->dev, err, hipStreamSynchronize(q->stream), "hipStreamSynchronize", "rope tables", 0);
     rfk_queue_release(q);
@@ -11924,6 +12002,25 @@ static bool rfk_find_op(const rfk_launching *l, uint32_t i, rfk_launching *to) {
     return to->n_rows > 0;
 }
 
+/* Whether the product of op i writes its part of the sum that follows to the other members: as it makes it, with turns in
+ * a decode step; in larger ones, where the host knows the turn. */
+enum { RFK_PUSHES_NOT, RFK_PUSHES_FLAGGED, RFK_PUSHES_PARTS };
+static bool rfk_is_fused_alone(const rf_prepared *p, uint32_t i) {
+    bool is = false;
+    for (const rfk_fused *f = p->fused; f < p->fused + p->n_fused && !is; f++)
+        is = f->kind == RFK_FUSED_MATVEC && f->products == i && f->n_products == 1 && f->glu == RF_NONE;
+    return is;
+}
+static int rfk_pushes(const rf_prepared *p, const rf_step *step, uint32_t i) {
+    const rf_op *op = &p->plan->ops[i];
+    if (!p->members || p->events || i + 1 >= p->plan->n_ops || op[1].kind != RF_OP_SUM || op->kind != RF_OP_MATMUL ||
+        op->out != op[1].in)
+        return RFK_PUSHES_NOT;
+    if ((uint64_t)op->matmul.n_out * step->n_rows > RFK_MEMBER_FLAGGED)
+        return p->capturing ? RFK_PUSHES_NOT : RFK_PUSHES_PARTS;
+    return step->n_rows == 1 && rfk_is_fused_step(p, step) && rfk_is_fused_alone(p, i) ? RFK_PUSHES_FLAGGED : RFK_PUSHES_NOT;
+}
+
 /* Fill in the products of a launch, blocks of `rows` rows.   Returns the number of blocks. */
 static uint32_t rfk_make_products(const rfk_launching *l, rfk_matmul_args *a, uint32_t rows) {
     uint32_t end = 0;
@@ -11944,6 +12041,11 @@ static uint32_t rfk_make_products(const rfk_launching *l, rfk_matmul_args *a, ui
             p->row0 = op->matmul.first_row;
             p->n_out = op->matmul.n_out;
             p->accumulate = (op->flags & RF_OP_ACCUMULATE) != 0;
+            if (rfk_pushes(l->p, l->step, l->index + i) == RFK_PUSHES_PARTS) {
+                const uint32_t turn = l->p->members->turn + op[1].sum.index;
+                p->n_far = l->p->members->n - 1;
+                p->far = l->p->parts + (turn & 1) * p->n_far;
+            }
             end += rfk_ceil_div(op->matmul.n_out, rows);
         }
         p->end_block = end;
@@ -12384,9 +12486,11 @@ static rf_result rfk_run_trim(const rfk_launching *l) {
 }
 
 static rf_result rfk_run_sum(const rfk_launching *l) {
-    const rf_plan_members *members = l->p->members;
+    const rf_prepared *p = l->p;
     rfk_members_args a;
     memset(&a, 0, sizeof a);
+    if (p->members) a = rfk_members_of(p);
+    else a.n_members = 1;
     a.in = l->b.in;
     a.out = l->b.out;
     a.in_stride = l->b.in_stride;
@@ -12395,22 +12499,12 @@ static rf_result rfk_run_sum(const rfk_launching *l) {
     a.n_rows = l->n_rows;
     a.accumulate = l->op->flags & RF_OP_ACCUMULATE;
     a.index = l->op->sum.index;
-    a.now = l->p->now;
-    a.n_members = 1;
-    if (members) {
-        a.n_members = members->n;
-        a.rank = members->rank;
-        a.part_values = (members->blocks->size_bytes - RF_SUM_HEAD_BYTES -
-                         (uint64_t)2 * members->n * RF_SUM_FLAGGED * sizeof(uint64_t)) /
-                        (2 * members->n * sizeof(float));
-        a.trouble = members->trouble;
-        for (uint32_t k = 0; k < members->n; k++) a.block[k] = (char *)members->blocks[k].base;
-    }
-    const uint64_t n_values = (uint64_t)a.n * a.n_rows;
-    if (!members || n_values > RFK_MEMBER_FLAGGED)
+    a.pushed = l->index > 0 && rfk_pushes(p, l->step, l->index - 1) != RFK_PUSHES_NOT;
+    if (!p->members || (uint64_t)a.n * a.n_rows > RFK_MEMBER_FLAGGED)
         return rfk_enqueue_early(l, rfk_sum_members, dim3(RFK_MEMBER_BLOCKS), RFK_MEMBER_BLOCK, a);
-    const uint32_t blocks = rfk_ceil_div(n_values / 2, RFK_BLOCK);
-    return rfk_enqueue_early(l, rfk_sum_flagged, dim3(blocks < RFK_MEMBER_BLOCKS ? blocks : RFK_MEMBER_BLOCKS), RFK_BLOCK, a);
+    const uint32_t blocks = rfk_ceil_div((uint64_t)a.n * a.n_rows / 2, RFK_BLOCK);
+    return rfk_enqueue_early(l, rfk_sum_flagged, dim3(blocks < RFK_MEMBER_BLOCKS ? blocks : RFK_MEMBER_BLOCKS), RFK_BLOCK,
+                             a);
 }
 
 static rf_result rfk_run_index(const rfk_launching *l) {
@@ -12955,6 +13049,8 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     a.n_in = l->op->matmul.n_in;
     a.glu = f->glu != RF_NONE;
     if (f->to_int8) a.to8 = p->x8;
+    if (rfk_pushes(p, l->step, f->products) == RFK_PUSHES_FLAGGED)
+        a.push = {p->flagged_parts, p->now, p->members->n, ops[f->products + 1].sum.index};
     rfk_bind_deferred_norm(p, f, &a);
     const rf_launch_config *config = &p->stats.configs[p->stats.config];
     const bool other = rfk_is_other(p->plan, f->products);
