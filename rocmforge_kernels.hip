@@ -7715,7 +7715,7 @@ RFK_DEVICE bool rfk_waits_on(const rfk_members_args &a, rfk_sum_wait &w, uint32_
 }
 
 /* Where member `to` has the flagged part of member `from`. */
-RFK_DEVICE rfk_flagged *rfk_flagged_part(const rfk_members_args &a, uint32_t to, uint32_t from, uint32_t turn) {
+__host__ RFK_DEVICE rfk_flagged *rfk_flagged_part(const rfk_members_args &a, uint32_t to, uint32_t from, uint32_t turn) {
     rfk_flagged *parts = reinterpret_cast<rfk_flagged *>(a.block[to] + RF_SUM_HEAD_BYTES);
     return parts + (size_t)((turn & 1) * a.n_members + from) * (RF_SUM_FLAGGED / 2);
 }
@@ -7760,7 +7760,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_sum_flagged(rfk_members_args a
     }
 }
 
-RFK_DEVICE float4 *rfk_sum_part(const rfk_members_args &a, uint32_t to, uint32_t from, uint32_t turn) {
+__host__ RFK_DEVICE float4 *rfk_sum_part(const rfk_members_args &a, uint32_t to, uint32_t from, uint32_t turn) {
     char *parts = a.block[to] + RF_SUM_HEAD_BYTES + (size_t)2 * a.n_members * RF_SUM_FLAGGED * sizeof(uint64_t);
     return reinterpret_cast<float4 *>(reinterpret_cast<float *>(parts) +
                                       ((turn & 1) * a.n_members + from) * a.part_values);
