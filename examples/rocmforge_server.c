@@ -140,7 +140,7 @@ typedef struct options {
     const char *model, *device, *host, *alias, *cors, *draft;
     const char *api_keys[64];
     uint32_t n_api_keys, port, n_ctx, n_parallel, n_prefixes, n_batch, n_queue, n_threads, n_connections, n_drafts;
-    uint32_t max_body, timeout_seconds, drain_seconds, cache_type;
+    uint32_t max_body, timeout_seconds, drain_seconds, cache_type, split;
 } options;
 
 struct task;
@@ -2781,7 +2781,8 @@ static const char help[] =
     "rocmforge_server MODEL.gguf [options]: serve a model over HTTP, with OpenAI's and Anthropic's APIs\n"
     "  --host ADDRESS          listen there (127.0.0.1); others than this machine reach 0.0.0.0 or ::\n"
     "  --port N                (8080); 0: a free one, which is printed\n"
-    "  --device NAME           cpu, hip:0, several by layers: hip:0,1, ... (auto)\n"
+    "  --device NAME           cpu, hip:0, several: hip:0,1, ... (auto)\n"
+    "  --split WHAT            what each of several GPUs has: layer, or tensor: a part of each (layer)\n"
     "  --threads N             of the CPU that compute (one per core)\n"
     "  -c, --ctx N             tokens of each conversation (what the model was trained for, at most 4096)\n"
     "  --parallel N            answers that are written at once (8)\n"
@@ -2874,6 +2875,11 @@ static void set_option(const char *name, const char *value) {
     if (strcmp(name, "chat-template") == 0) template_text = read_file(value);
     if (strcmp(name, "tls-cert") == 0) certificate_text = read_file(value);
     if (strcmp(name, "tls-key") == 0) key_text = read_file(value);
+    if (strcmp(name, "split") == 0) {
+        if (strcmp(value, "layer") != 0 && strcmp(value, "tensor") != 0)
+            stop_usage("--split is '%s', want layer or tensor", value);
+        g.o.split = strcmp(value, "tensor") == 0 ? RF_SPLIT_TENSORS : RF_SPLIT_LAYERS;
+    }
     if (strcmp(name, "cache-type") != 0) return;
     if (strcmp(value, "f16") == 0) g.o.cache_type = RF_CACHE_F16;
     else if (strcmp(value, "f32") == 0) g.o.cache_type = RF_CACHE_F32;
@@ -2884,7 +2890,7 @@ static void set_option(const char *name, const char *value) {
 static void read_options(int argc, char **argv) {
     static const char *const names[] = {"host", "port", "device", "threads", "ctx", "parallel", "queue", "prefixes",
         "batch", "cache-type", "alias", "chat-template", "api-key", "api-key-file", "tls-cert", "tls-key", "cors",
-        "max-body", "max-connections", "timeout", "drain", "draft", "draft-max"};
+        "max-body", "max-connections", "timeout", "drain", "draft", "draft-max", "split"};
     struct option longs[sizeof names / sizeof names[0] + 2] = {{"help", no_argument, NULL, 'h'}};
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
         longs[i + 1] = (struct option){names[i], required_argument, NULL, 0};
@@ -2982,7 +2988,7 @@ static void close_drafters(void) {
 
 static rf_result open_model(rf_error *err) {
     const options *o = &g.o;
-    const rf_device_desc device = {.n_threads = o->n_threads};
+    const rf_device_desc device = {.n_threads = o->n_threads, .split = o->split};
     rf_result r = rf_gguf_open(o->model, NULL, &g.file, err);
     if (!r) r = rf_device_open(o->device, &device, &g.device, err);
     if (!r) r = rf_model_open(g.file, g.device, NULL, &g.model, err);
