@@ -2429,10 +2429,11 @@ typedef struct rf_weight_part {
 } rf_weight_part;
 
 /* A plan that several devices run side by side, each its own part of every layer: what their SUM ops need. A member
- * writes its part of a sum into all others' blocks and adds up what came into its own. Few values (RF_SUM_FLAGGED) are
- * written with a turn beside each, which says that they are there; of more, block i of a launch writes its share, then
- * the turn to a flag, and waits for the others' blocks i. Turns count the sums of a plan, alike on all members, so that
- * nothing has to be reset. A member is at most one sum ahead of another: two sets of parts, used in turn, are enough. */
+ * writes its part of a sum into all members' blocks of memory and adds up what came into its own. Few values
+ * (RF_SUM_FLAGGED) are written with a turn beside each, which says that they are there; of more, block i of a launch
+ * writes its share, then the turn to a flag, and waits for the others' blocks i. Turns count the sums of a plan, alike
+ * on all members, so that nothing has to be reset. A member is at most one sum ahead of another: two sets of parts,
+ * used in turn, are enough. */
 #define RF_MAX_MEMBERS 16u
 #define RF_SUM_BLOCKS 128u        /* of each member's launch of a sum, at most. All run at once */
 #define RF_SUM_HEAD_BYTES 16384u  /* of a block of memory: flags */
@@ -2441,8 +2442,8 @@ typedef struct rf_plan_members {
     uint32_t n, rank;
     const rf_mem *blocks; /* [n] by shared_create, at first zeros: head, {value, turn} [2][n][RF_SUM_FLAGGED], floats
                              [2][n][n_batch * widest sum] */
-    uint32_t *trouble;    /* [RF_TROUBLE_WORDS * (1 + n)] host memory of all members, at first 0. [0]: the epoch in which
-                             nobody waits any more, or RF_NO_EPOCH: in none. The n others: rf_trouble */
+    uint32_t *trouble;    /* [RF_TROUBLE_WORDS * (1 + n)] host memory of all members, at first 0. [0]: the epoch in
+                             which nobody waits any more, or RF_NO_EPOCH: in none. Then each member's words */
     uint32_t turn, epoch; /* of the plan_run to come: that of sum 0; a number of its own for each step, not 0 */
 } rf_plan_members;
 #define RF_TROUBLE_WORDS 8u
@@ -17544,7 +17545,8 @@ static rf_result rfi_group_trouble(const rfi_group *g, rf_error *err) {
         t += RF_TROUBLE_WORDS;
         if (t[RF_TROUBLE_FROM] == 0 || t[RF_TROUBLE_FROM] > g->n) continue;
         return rfi_fail(err, RF_ERR_DEVICE, m,
-                        "%s: waited in vain for its part of sum %u from %s (block %u, step %u: turn %u wanted, %u found)",
+                        "%s: waited in vain for its part of sum %u from %s (block %u, step %u: turn %u wanted, %u "
+                        "found)",
                         g->members[m].name, t[RF_TROUBLE_SUM], g->members[t[RF_TROUBLE_FROM] - 1].name,
                         t[RF_TROUBLE_BLOCK], t[RF_TROUBLE_EPOCH], t[RF_TROUBLE_WANTED], t[RF_TROUBLE_FOUND]);
     }
@@ -18308,8 +18310,8 @@ static rf_result rfi_shards_run_one(rfi_group_plan *p, rfi_group_queue *q, uint3
     return r;
 }
 
-/* All members run the same segments side by side. After a failure of one the others do not wait for it: the step's epoch
- * ends. The next one begins with a turn that none has seen. */
+/* All members run the same segments side by side. After a failure of one the others do not wait for it: the step's
+ * epoch ends. The next one begins with a turn that none has seen. */
 static rf_result rfi_shards_run(rfi_group_plan *p, rfi_group_queue *q, uint32_t first, uint32_t last,
                                 const rf_step *step, rf_error *err) {
     const uint32_t n = p->g->n, begin = p->shard_segments[first], end = p->shard_segments[last];

@@ -3301,7 +3301,8 @@ RFK_DEVICE rfk_flagged rfk_load_flagged(const rfk_flagged *p) {
 
 /* A product whose results, one column, go with their turn to where the members' sum waits for them. */
 struct rfk_push {
-    rfk_flagged *const *parts;   /* [2][n] for even and odd turns, of each member; NULL: results go to the product's out */
+    rfk_flagged *const *parts; /* [2][n] for even and odd turns, of each member; NULL: results go to the product's out
+                                */
     const volatile uint32_t *now; /* as in rfk_members_args */
     uint32_t n, index;
 };
@@ -7651,8 +7652,9 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_trim(rfk_trim_args a) {
 }
 
 /* ---- sums over the members of a group ----
- * As rf_plan_members says. A member knows that another has read a set of parts before it writes there again: it has what
- * that one wrote in the sum between, by a kernel that began when the one that read had ended. */
+ * As rf_plan_members says. A member knows that another has read a set of parts before it writes there again: it has
+ * what that one wrote for the sum between, by a kernel that began when the one that read had ended. Products write
+ * their part while they run where they can (rfk_pushes): then the sum only waits and adds. */
 
 /* The beginning of a member's block of memory. */
 struct rfk_sum_head {
@@ -7715,7 +7717,8 @@ RFK_DEVICE bool rfk_waits_on(const rfk_members_args &a, rfk_sum_wait &w, uint32_
 }
 
 /* Where member `to` has the flagged part of member `from`. */
-__host__ RFK_DEVICE rfk_flagged *rfk_flagged_part(const rfk_members_args &a, uint32_t to, uint32_t from, uint32_t turn) {
+__host__ RFK_DEVICE rfk_flagged *rfk_flagged_part(const rfk_members_args &a, uint32_t to, uint32_t from,
+                                                  uint32_t turn) {
     rfk_flagged *parts = reinterpret_cast<rfk_flagged *>(a.block[to] + RF_SUM_HEAD_BYTES);
     return parts + (size_t)((turn & 1) * a.n_members + from) * (RF_SUM_FLAGGED / 2);
 }
@@ -11088,7 +11091,8 @@ static rf_result rfk_prepare_members(rf_prepared *p, rf_queue *q, rf_error *err)
             flagged[n_flagged++] = rfk_flagged_part(a, k, a.rank, odd);
             if (k != a.rank) parts[n_parts++] = reinterpret_cast<float *>(rfk_sum_part(a, k, a.rank, odd));
         }
-    const rf_mem to_flagged = {p->flagged_parts, n_flagged * sizeof *flagged}, to_parts = {p->parts, n_parts * sizeof *parts};
+    const rf_mem to_flagged = {p->flagged_parts, n_flagged * sizeof *flagged},
+                 to_parts = {p->parts, n_parts * sizeof *parts};
     rf_result r = rfk_mem_write(q, &to_flagged, 0, flagged, to_flagged.size_bytes, &ticket, err);
     if (r == RF_OK) r = rfk_mem_write(q, &to_parts, 0, parts, to_parts.size_bytes, &ticket, err);
     if (r == RF_OK)
@@ -12002,15 +12006,16 @@ static bool rfk_find_op(const rfk_launching *l, uint32_t i, rfk_launching *to) {
     return to->n_rows > 0;
 }
 
-/* Whether the product of op i writes its part of the sum that follows to the other members: as it makes it, with turns in
- * a decode step; in larger ones, where the host knows the turn. */
-enum { RFK_PUSHES_NOT, RFK_PUSHES_FLAGGED, RFK_PUSHES_PARTS };
+/* Whether the fused launches have the product of op i as the only one of a launch. */
 static bool rfk_is_fused_alone(const rf_prepared *p, uint32_t i) {
     bool is = false;
     for (const rfk_fused *f = p->fused; f < p->fused + p->n_fused && !is; f++)
         is = f->kind == RFK_FUSED_MATVEC && f->products == i && f->n_products == 1 && f->glu == RF_NONE;
     return is;
 }
+/* Whether the product of op i writes its part of the sum that follows where the members want it: with turns in a decode
+ * step; without in larger ones, where the host knows the turn. Both ops ask. */
+enum { RFK_PUSHES_NOT, RFK_PUSHES_FLAGGED, RFK_PUSHES_PARTS };
 static int rfk_pushes(const rf_prepared *p, const rf_step *step, uint32_t i) {
     const rf_op *op = &p->plan->ops[i];
     if (!p->members || p->events || i + 1 >= p->plan->n_ops || op[1].kind != RF_OP_SUM || op->kind != RF_OP_MATMUL ||
@@ -12018,7 +12023,8 @@ static int rfk_pushes(const rf_prepared *p, const rf_step *step, uint32_t i) {
         return RFK_PUSHES_NOT;
     if ((uint64_t)op->matmul.n_out * step->n_rows > RFK_MEMBER_FLAGGED)
         return p->capturing ? RFK_PUSHES_NOT : RFK_PUSHES_PARTS;
-    return step->n_rows == 1 && rfk_is_fused_step(p, step) && rfk_is_fused_alone(p, i) ? RFK_PUSHES_FLAGGED : RFK_PUSHES_NOT;
+    const bool flagged = step->n_rows == 1 && rfk_is_fused_step(p, step) && rfk_is_fused_alone(p, i);
+    return flagged ? RFK_PUSHES_FLAGGED : RFK_PUSHES_NOT;
 }
 
 /* Fill in the products of a launch, blocks of `rows` rows.   Returns the number of blocks. */
@@ -12502,8 +12508,8 @@ static rf_result rfk_run_sum(const rfk_launching *l) {
     a.pushed = l->index > 0 && rfk_pushes(p, l->step, l->index - 1) != RFK_PUSHES_NOT;
     if (!p->members || (uint64_t)a.n * a.n_rows > RFK_MEMBER_FLAGGED)
         return rfk_enqueue_early(l, rfk_sum_members, dim3(RFK_MEMBER_BLOCKS), RFK_MEMBER_BLOCK, a);
-    const uint32_t blocks = rfk_ceil_div((uint64_t)a.n * a.n_rows / 2, RFK_BLOCK);
-    return rfk_enqueue_early(l, rfk_sum_flagged, dim3(blocks < RFK_MEMBER_BLOCKS ? blocks : RFK_MEMBER_BLOCKS), RFK_BLOCK,
+    const uint32_t want = rfk_ceil_div((uint64_t)a.n * a.n_rows / 2, RFK_BLOCK);
+    return rfk_enqueue_early(l, rfk_sum_flagged, dim3(want < RFK_MEMBER_BLOCKS ? want : RFK_MEMBER_BLOCKS), RFK_BLOCK,
                              a);
 }
 
