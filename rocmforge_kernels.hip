@@ -7769,6 +7769,11 @@ __host__ RFK_DEVICE float4 *rfk_sum_part(const rfk_members_args &a, uint32_t to,
                                       ((turn & 1) * a.n_members + from) * a.part_values);
 }
 
+/* Four values, the i-th of rows of n4. */
+RFK_DEVICE const float4 *rfk_sum_at(const float *rows, uint32_t stride, uint32_t n4, uint32_t i) {
+    return reinterpret_cast<const float4 *>(rows + (size_t)(i / n4) * stride + 4 * (i % n4));
+}
+
 /* More, or of one member alone. n is a multiple of 4.   grid RFK_MEMBER_BLOCKS   block RFK_MEMBER_BLOCK */
 static __global__ void RFK_THREADS(RFK_MEMBER_BLOCK) rfk_sum_members(rfk_members_args a) {
     const uint32_t n4 = a.n / 4, total = n4 * a.n_rows, first = blockIdx.x * RFK_MEMBER_BLOCK + threadIdx.x,
@@ -7778,7 +7783,7 @@ static __global__ void RFK_THREADS(RFK_MEMBER_BLOCK) rfk_sum_members(rfk_members
     const uint32_t turn = own ? a.now[0] + a.index : 0, epoch = own ? a.now[1] : 0;
     RFK_UNROLL(4)
     for (uint32_t i = own && !a.pushed ? first : total; i < total; i += step) {
-        const float4 v = *reinterpret_cast<const float4 *>(a.in + (size_t)(i / n4) * a.in_stride + 4 * (i % n4));
+        const float4 v = *rfk_sum_at(a.in, a.in_stride, n4, i);
         for (uint32_t k = 0; k < a.n_members; k++)
             if (k != a.rank) rfk_sum_part(a, k, a.rank, turn)[i] = v;
     }
@@ -7796,17 +7801,31 @@ static __global__ void RFK_THREADS(RFK_MEMBER_BLOCK) rfk_sum_members(rfk_members
         }
         __syncthreads();
     }
-    RFK_UNROLL(2)
-    for (uint32_t i = first; i < total; i += step) {
-        const float4 mine = *reinterpret_cast<const float4 *>(a.in + (size_t)(i / n4) * a.in_stride + 4 * (i % n4));
-        float4 *out = reinterpret_cast<float4 *>(a.out + (size_t)(i / n4) * a.out_stride + 4 * (i % n4)), sum = mine;
-        for (uint32_t k = 0; own && k < a.n_members; k++) {
-            const float4 v = k == a.rank ? mine : rfk_sum_part(a, a.rank, k, turn)[i];
-            if (k == 0) sum = v;
-            else sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+    RFK_UNROLL(1)
+    for (uint32_t begin = first; begin < total; begin += 4 * step) { /* four in flight: it is bound by memory */
+        float4 mine[4], before[4], sum[4];
+        RFK_UNROLL(4)
+        for (uint32_t u = 0; u < 4; u++) {
+            const uint32_t i = begin + u * step;
+            const float4 zero = {0, 0, 0, 0};
+            mine[u] = before[u] = zero;
+            if (i < total) mine[u] = *rfk_sum_at(a.in, a.in_stride, n4, i);
+            if (i < total && a.accumulate) before[u] = *rfk_sum_at(a.out, a.out_stride, n4, i);
         }
-        if (a.accumulate) sum.x += out->x, sum.y += out->y, sum.z += out->z, sum.w += out->w;
-        *out = sum;
+        for (uint32_t k = 0; k < a.n_members; k++)
+            RFK_UNROLL(4)
+            for (uint32_t u = 0; u < 4; u++) {
+                float4 v = mine[u];
+                if (k != a.rank && begin + u * step < total) v = rfk_sum_part(a, a.rank, k, turn)[begin + u * step];
+                if (k == 0) sum[u] = v;
+                else sum[u].x += v.x, sum[u].y += v.y, sum[u].z += v.z, sum[u].w += v.w;
+            }
+        RFK_UNROLL(4)
+        for (uint32_t u = 0; u < 4 && begin + u * step < total; u++) {
+            float4 v = sum[u];
+            if (a.accumulate) v.x += before[u].x, v.y += before[u].y, v.z += before[u].z, v.w += before[u].w;
+            *const_cast<float4 *>(rfk_sum_at(a.out, a.out_stride, n4, begin + u * step)) = v;
+        }
     }
 }
 
