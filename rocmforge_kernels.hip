@@ -1794,12 +1794,13 @@ template <int WAVE, bool LATENT> static __global__ void RFK_THREADS(RFK_BLOCK) r
 /* Apply an rf_activation. */
 RFK_DEVICE float rfk_activate(uint32_t activation, float x) {
     if (activation == RF_ACT_NONE) return x;
-    if (activation == RF_ACT_SIGMOID) return 1.0f / (1.0f + expf(-x));
     if (activation == RF_ACT_RELU) return fmaxf(x, 0.0f);
     if (activation == RF_ACT_RELU2) return fmaxf(x, 0.0f) * fmaxf(x, 0.0f);
-    if (activation == RF_ACT_SOFTPLUS) return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)));
-    float e = activation == RF_ACT_GELU ? 1.5957691216057308f * (x + 0.044715f * x * x * x) : x;
-    return x / (1.0f + expf(-e));
+    const float e = expf(-(activation == RF_ACT_GELU       ? 1.5957691216057308f * (x + 0.044715f * x * x * x)
+                           : activation == RF_ACT_SOFTPLUS ? fabsf(x)
+                                                           : x));
+    if (activation == RF_ACT_SOFTPLUS) return fmaxf(x, 0.0f) + log1pf(e);
+    return (activation == RF_ACT_SIGMOID ? 1.0f : x) / (1.0f + e);
 }
 
 RFK_DEVICE float rfk_activate_oai(float gate, float up) {
@@ -2458,13 +2459,16 @@ static __global__ void RFK_THREADS(RFK_CONV_CHANNELS * RFK_CONV_GROUPS) rfk_conv
         RFK_UNROLL(8)
         for (uint32_t i = 0; i < ROWS; i++)
             in[i] = t0 + i < end ? a.in[(size_t)(t0 + i) * a.in_stride + c] : 0.0f;
-        RFK_UNROLL(8)
-        for (uint32_t i = 0; i < ROWS; i++) {
-            if (t0 + i >= end || a.rows[t0 + i].seq != seq) continue;
+        RFK_UNROLL(1)
+        for (uint32_t i = 0; i < ROWS && t0 + i < end; i++) {
+            const float newest = in[0];
+            RFK_UNROLL(8)
+            for (uint32_t j = 0; j + 1 < ROWS; j++) in[j] = in[j + 1];
+            if (a.rows[t0 + i].seq != seq) continue;
             const uint32_t to = a.rows[t0 + i].to;
             RFK_UNROLL(16)
             for (uint32_t j = 0; j + 1 < TAPS; j++) x[j] = x[j + 1];
-            x[TAPS - 1] = in[i];
+            x[TAPS - 1] = newest;
             float sum = 0;
             RFK_UNROLL(16)
             for (uint32_t j = 0; j < TAPS; j++) sum += w[j] * x[j];
@@ -2861,11 +2865,14 @@ template <class ARGS> RFK_DEVICE rfk_product rfk_pick(const ARGS &a, uint32_t *b
     return p;
 }
 
+/* Called: tiles have many results, and seldom a softcap. */
+RFK_CALLED float rfk_capped(float v, float softcap) { return softcap * tanhf(v / softcap); }
+
 RFK_DEVICE float rfk_epilogue(const rfk_product &p, uint32_t row, float v, float before) {
     if (p.factor) v = rfk_mul(v, rfk_load_any(p.factor, p.factor_type, 0));
     if (p.bias) v += rfk_load_any(p.bias, p.bias_type, row);
     v = rfk_mul(v, p.scale);
-    if (p.softcap != 0) v = p.softcap * tanhf(v / p.softcap);
+    if (p.softcap != 0) v = rfk_capped(v, p.softcap);
     return p.accumulate ? before + v : v;
 }
 /* Store the epilogue of v and return it. before: the value there, if the product accumulates. */
@@ -4230,9 +4237,12 @@ RFK_MIXTURE_TYPES64(RFK_READS64)
 /* Values 4i .. 4i + 3 of what the row's experts read; down: the last n_shared of all are the shared experts'. */
 RFK_DEVICE void rfk_mixture_x(const rfk_mixture_args &a, uint32_t i, uint32_t all, float *x) {
     const uint32_t n = a.is_down ? all - a.n_shared : all;
+    const float *chosen = a.e.x + (size_t)blockIdx.y * a.e.x_stride,
+                *shared = a.shared_x + (size_t)blockIdx.y * a.shared_stride;
+    const bool is_shared = 4 * i >= n;
     x[0] = x[1] = x[2] = x[3] = 0;
-    if (4 * i < n) rfk_get4(a.e.x + (size_t)blockIdx.y * a.e.x_stride, i, n, x);
-    else if (4 * i < all) rfk_get4(a.shared_x + (size_t)blockIdx.y * a.shared_stride, i - n / 4, a.n_shared, x);
+    if (4 * i < all)
+        rfk_get4(is_shared ? shared : chosen, is_shared ? i - n / 4 : i, is_shared ? a.n_shared : n, x);
 }
 
 /* The column of `values` values. */
@@ -6252,21 +6262,22 @@ RFK_DEVICE float rfk_few_tile(const rfk_few_args &a, const rfk_product &p, uint3
     return all;
 }
 
+/* A tile of product `which`, or of gate and up in turn: in a loop, because a tile is much code. */
 template <int TYPE, int WAVE, bool NARROW>
-RFK_DEVICE void rfk_few_block(const rfk_few_args &a, const rfk_product &p, uint32_t number,
-                              rfk_few_shared<WAVE> &s) {
+RFK_DEVICE void rfk_few_block(const rfk_few_args &a, uint32_t which, uint32_t number, rfk_few_shared<WAVE> &s) {
     const uint32_t row0 = number * RFK_FEW_ROWS, row = row0 + threadIdx.x % RFK_FEW_ROWS,
                    c = threadIdx.x / RFK_FEW_ROWS, col = blockIdx.x * RFK_FEW_ROWS + c;
-    float v = rfk_few_tile<TYPE, WAVE, NARROW>(a, p, row0, true, s);
-    const bool inside = c < RFK_FEW_ROWS && col < a.n_cols && row < p.n_out;
-    const float factor = inside ? s.factor[c] : 1.0f, gate = rfk_mul(v, factor);
-    if (a.glu) {
-        v = rfk_few_tile<TYPE, WAVE, NARROW>(a, a.part[1], row0, false, s);
-        if (inside) (void)rfk_put_glu(p, a.part[1], row, col, gate, rfk_mul(v, factor));
-    } else if (inside) {
-        rfk_put(p, row, col, gate);
+    float gate = 0;
+    RFK_UNROLL(1)
+    for (uint32_t i = 0; i < (a.glu ? 2u : 1u); i++) {
+        const rfk_product &p = a.part[which + i];
+        const float v = rfk_few_tile<TYPE, WAVE, NARROW>(a, p, row0, i == 0, s);
+        if (c >= RFK_FEW_ROWS || col >= a.n_cols || row >= p.n_out) continue;
+        const float product = rfk_mul(v, s.factor[c]);
+        if (i) (void)rfk_put_glu(a.part[0], p, row, col, gate, product);
+        else if (a.glu) gate = product;
+        else rfk_put(p, row, col, product);
     }
-    if (a.norm_out && blockIdx.y == 0) rfk_few_norm_out(a, blockIdx.x * RFK_FEW_ROWS, RFK_FEW_ROWS, s.factor);
 }
 
 /* grid [tiles of 16 columns, tiles of 16 rows of all products]   block 8 waves   LDS 46 KiB
@@ -6280,20 +6291,17 @@ static __global__ void RFK_RESIDENT(RFK_FEW_WAVES *WAVE, 2) rfk_few(rfk_few_args
     uint32_t number = blockIdx.y, which = 0;
     for (uint32_t i = 1; i < RFK_PRODUCTS; i++)
         if (blockIdx.y >= a.part[i - 1].end_block) which = i, number = blockIdx.y - a.part[i - 1].end_block;
-    const rfk_product p = a.part[which];
-    if (OTHER) {
-        rfk_few_block<RFK_OTHER, WAVE, NARROW>(a, p, number, s);
-        return;
-    }
 #define RFK_FEW_CASE(TYPE, max) \
     case TYPE: \
-        if (rfk_built<TYPE>::is) rfk_few_block<TYPE, WAVE, NARROW>(a, p, number, s); \
+        if (rfk_built<TYPE>::is) rfk_few_block<TYPE, WAVE, NARROW>(a, which, number, s); \
         break;
-    switch (p.type) {
+    if (OTHER) rfk_few_block<RFK_OTHER, WAVE, NARROW>(a, which, number, s);
+    else switch (a.part[which].type) {
         RFK_FUSED_TYPES(RFK_FEW_CASE)
     default: break;
     }
 #undef RFK_FEW_CASE
+    if (a.norm_out && blockIdx.y == 0) rfk_few_norm_out(a, blockIdx.x * RFK_FEW_ROWS, RFK_FEW_ROWS, s.factor);
 }
 
 /* ---- many columns, on warpgroups ----
@@ -6803,7 +6811,7 @@ static void (*rfk_find_wgmma(uint32_t type))(rfk_wgmma_args) {
 
 #if defined(RFK_HAS_WGMMA)
 /* The expected result of the check below. */
-RFK_CALLED float rfk_wgmma_want(uint32_t row, uint32_t col) {
+RFK_DEVICE float rfk_wgmma_want(uint32_t row, uint32_t col) {
     int want = 0;
     for (uint32_t k = 0; k < RFK_WGMMA_DEPTH; k++)
         want += rfk_check_value(row / 8, row % 8 * 2 + k / 32, k % 32) *
@@ -6826,11 +6834,14 @@ template <int COLS, bool F16> RFK_DEVICE bool rfk_wgmma_is_right(rfk_wgmma_stage
     float sum[2][COLS / 2];
     rfk_wgmma_step<COLS, F16>(sum, s.w[0], s.x[0], false);
     rfk_wgmma_drain<COLS>(sum);
-    bool right = true;
+    float results[COLS]; /* in private memory */
     RFK_UNROLL(128)
+    for (uint32_t j = 0; j < COLS; j++) results[j] = sum[j / (COLS / 2)][j % (COLS / 2)];
+    bool right = true;
+    RFK_UNROLL(1)
     for (uint32_t j = 0; j < COLS; j++) {
         const uint32_t i = j % (COLS / 2), row = j / (COLS / 2) * 64 + rfk_wgmma_row(i), col = 128 + rfk_wgmma_col(i);
-        right = right && sum[j / (COLS / 2)][i] == rfk_wgmma_want(row, col);
+        right = right && results[j] == rfk_wgmma_want(row, col);
     }
     return right;
 }
@@ -9107,12 +9118,17 @@ RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const r
     const bool packed = rfk_decode_raw<KV, PER>::PACKED;
     const uint32_t lane = threadIdx.x % PER, wave_lane = threadIdx.x % WAVE, base = wave_lane - lane;
     float score[S::N], x[8], keys[S::T][8], keep;
-    RFK_UNROLL(4)
-    for (uint32_t t = 0; t < (uint32_t)S::T; t++)
-        if (first + t * S::SLOTS == in.new_pos) {
-            o.k[t].make(packed ? s.join : s.x[G]);
-            o.v[t].make(packed ? s.join + PER * 8 : s.x[G + 1]);
-        }
+    if (in.new_pos >= first && in.new_pos - first < (uint32_t)(S::T * S::SLOTS)) {
+        rfk_decode_raw<KV, PER> made;
+        made.make(packed ? s.join : s.x[G]);
+        RFK_UNROLL(4)
+        for (uint32_t t = 0; t < (uint32_t)S::T; t++)
+            if (first + t * S::SLOTS == in.new_pos) o.k[t] = made;
+        made.make(packed ? s.join + PER * 8 : s.x[G + 1]);
+        RFK_UNROLL(4)
+        for (uint32_t t = 0; t < (uint32_t)S::T; t++)
+            if (first + t * S::SLOTS == in.new_pos) o.v[t] = made;
+    }
     RFK_UNROLL(4)
     for (int t = 0; t < S::T; t++) o.k[t].values(keys[t]);
     RFK_UNROLL(8)
@@ -9323,9 +9339,8 @@ RFK_DEVICE float4 rfk_decode_load_part(const float *p) {
 #endif
 }
 
-/* Weights of the splits, a wave for each query, to s.join: [query][RFK_DECODE_SPLITS]. */
-template <int WAVE, int G, int PER>
-RFK_DEVICE void rfk_decode_weights(rfk_decode_shared<G, PER> &s, const rfk_decode_output &out, uint32_t n_splits) {
+/* Weights of the splits, a wave for each query, to join: [query][RFK_DECODE_SPLITS]. */
+template <int WAVE> RFK_DEVICE void rfk_decode_weights(float *join, const rfk_decode_output &out, uint32_t n_splits) {
     const uint32_t lane = threadIdx.x % WAVE;
     const int n = RFK_DECODE_SPLITS / WAVE; /* parts of a lane */
     RFK_UNROLL(1)
@@ -9347,41 +9362,42 @@ RFK_DEVICE void rfk_decode_weights(rfk_decode_shared<G, PER> &s, const rfk_decod
         for (int k = 0; k < n; k++) largest[k] = exp2f(largest[k] - top), all += largest[k] * sum[k];
         all = 1.0f / rfk_wave_sum<WAVE>(all);
         RFK_UNROLL(2)
-        for (int k = 0; k < n; k++) s.join[g * RFK_DECODE_SPLITS + lane + k * WAVE] = largest[k] * all;
+        for (int k = 0; k < n; k++) join[g * RFK_DECODE_SPLITS + lane + k * WAVE] = largest[k] * all;
     }
 }
 
-/* Combine the splits of a KV head. Sets of threads take parts in turn. */
-template <int WAVE, int G, int PER>
-RFK_DEVICE void rfk_decode_join_splits(rfk_decode_shared<G, PER> &s, const rfk_decode_output &out, uint32_t n_splits) {
-    const uint32_t all = G * PER * 2, columns = all < RFK_BLOCK ? all : RFK_BLOCK, sets = RFK_BLOCK / columns,
-                   max = RFK_DECODE_SPLITS / sets, AT_ONCE = max < 16 ? max : 16, /* parts in flight a thread */
+/* Combine the splits of a KV head. Sets of threads take parts in turn. Called: one copy for all kernels, whose groups
+ * have up to G queries of 4 * row values. */
+template <int WAVE>
+RFK_CALLED void rfk_decode_join_splits(float *join, rfk_decode_output out, uint32_t n_splits, uint32_t G,
+                                       uint32_t row) {
+    const uint32_t all = G * row, columns = all < RFK_BLOCK ? all : RFK_BLOCK, sets = RFK_BLOCK / columns,
+                   AT_ONCE = 16, /* parts in flight a thread */
         set = threadIdx.x / columns, stride = out.group * (out.head_dim + 4);
-    float *sums = s.join + G * RFK_DECODE_SPLITS;
+    float *sums = join + G * RFK_DECODE_SPLITS;
     RFK_UNROLL(1)
     for (uint32_t first = 0; first < all; first += columns) {
-        const uint32_t i = first + threadIdx.x % columns, g = i / (PER * 2), c = i % (PER * 2);
+        const uint32_t i = first + threadIdx.x % columns, g = i / row, c = i % row;
         const bool inside = g < out.group && c * 4 < out.head_dim;
-        const float *part = rfk_decode_part(out, 0) + g * out.head_dim + c * 4;
+        const float *part = rfk_decode_part(out, 0) + (inside ? g * out.head_dim + c * 4 : 0);
         float x[4] = {0, 0, 0, 0};
         RFK_UNROLL(1)
         for (uint32_t y0 = 0; y0 < n_splits; y0 += sets * AT_ONCE) {
             float v[AT_ONCE][4];
             RFK_UNROLL(16)
             for (uint32_t k = 0; k < AT_ONCE; k++) {
-                const uint32_t y = y0 + set + k * sets;
-                float4 four = {0, 0, 0, 0};
-                if (inside && y < n_splits) four = rfk_decode_load_part(part + (size_t)y * stride);
+                const uint32_t y = y0 + set + k * sets, last = n_splits - 1; /* behind the last: its weight is 0 */
+                const float4 four = rfk_decode_load_part(part + (y < last ? y : last) * stride);
                 v[k][0] = four.x, v[k][1] = four.y, v[k][2] = four.z, v[k][3] = four.w;
             }
             if (first == 0 && y0 == 0) {
-                rfk_decode_weights<WAVE, G, PER>(s, out, n_splits);
+                rfk_decode_weights<WAVE>(join, out, n_splits);
                 __syncthreads();
             }
             RFK_UNROLL(16)
             for (uint32_t k = 0; k < AT_ONCE; k++) {
                 const uint32_t y = y0 + set + k * sets;
-                const float weight = inside && y < n_splits ? s.join[g * RFK_DECODE_SPLITS + y] : 0.0f;
+                const float weight = inside && y < n_splits ? join[g * RFK_DECODE_SPLITS + y] : 0.0f;
                 for (int e = 0; e < 4; e++) x[e] += weight * v[k][e];
             }
         }
@@ -9511,7 +9527,7 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_decode_atten
     const rfk_decode_output out = rfk_decode_output_of(a, kv_head, group);
     rfk_decode_join<WAVE, KV, G, PER>(s, out, s.n_splits == 1, work);
     if (s.n_splits > 1 && rfk_decode_last<G, PER>(s, a, kv_head, s.n_splits))
-        rfk_decode_join_splits<WAVE, G, PER>(s, out, s.n_splits);
+        rfk_decode_join_splits<WAVE>(s.join, out, s.n_splits, G, PER * 2);
 }
 
 /* ==== 6 Device ========================================================================================== >>device
@@ -13090,13 +13106,12 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     return rfk_enqueue_config(l, kernel, c, a);
 }
 
-/* Instances cost time to compile: rare ones, of float32 caches or one head a group, take those of the next larger. */
+/* Instances cost time to compile: small groups take those of larger ones, above all with rare types of the cache. */
 template <int WAVE, class KV, int PER>
 static void (*rfk_decode_attention_of(uint32_t group))(rfk_decode_attention_args) {
-    const int MIN = sizeof(KV) == 2 ? 1 : sizeof(KV) == 1 ? 2 : 4;
-    if (group <= 1) return rfk_decode_attention<WAVE, KV, MIN, PER>;
-    if (group <= 2) return rfk_decode_attention<WAVE, KV, (MIN > 2 ? MIN : 2), PER>;
-    if (group <= 4) return rfk_decode_attention<WAVE, KV, 4, PER>;
+    const int MIN = sizeof(KV) == 2 ? 2 : sizeof(KV) == 1 ? 4 : 8;
+    if (group <= 2) return rfk_decode_attention<WAVE, KV, MIN, PER>;
+    if (group <= 4) return rfk_decode_attention<WAVE, KV, (MIN > 4 ? MIN : 4), PER>;
     return rfk_decode_attention<WAVE, KV, 8, PER>;
 }
 template <int WAVE, class KV>
@@ -13108,8 +13123,9 @@ static void (*rfk_decode_attention_by(const rf_op *op))(rfk_decode_attention_arg
 }
 template <int WAVE, class KV>
 static void (*rfk_decode_keys_of(const rf_op *op))(rfk_decode_attention_args) {
-    if (op->attention.head_dim <= 64) return rfk_decode_keys<WAVE, KV, 8>;
-    return op->attention.head_dim <= 128 ? rfk_decode_keys<WAVE, KV, 16> : rfk_decode_keys<WAVE, KV, 32>;
+    const bool exact = sizeof(KV) == 1; /* rows of Q8_0 have 8 * PER values */
+    if (exact && op->attention.head_dim <= 64) return rfk_decode_keys<WAVE, KV, exact ? 8 : 32>;
+    return op->attention.head_dim <= 128 ? rfk_decode_keys<WAVE, KV, exact ? 16 : 32> : rfk_decode_keys<WAVE, KV, 32>;
 }
 template <int WAVE>
 static void (*rfk_find_decode_keys(uint32_t cache_type, const rf_op *op))(rfk_decode_attention_args) {
