@@ -19,6 +19,7 @@ PROGRAMS = $(filter-out rocmforge_server,$(notdir $(EXAMPLES)))
 HAVE_CXX = $(shell command -v $(CXX))
 EMULATED = $(if $(HAVE_CXX),$(B)/test_hip $(B)/hip_model $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_mtp $(B)/hip_group $(B)/rocmforge_cli_emu)
 EMULATED_TESTS = $(filter-out %_emu,$(EMULATED))
+IN_PARTS = $(B)/test_hip $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_group
 
 # as many jobs as there are cores, unless -j says otherwise
 ifeq ($(MAKELEVEL),0)
@@ -43,11 +44,11 @@ run-server: $(B)/rocmforge_server    ## serve the model in examples/ at http://1
 SLOW  = tests/test_sanitizers.sh tests/test_hipcc.sh tests/test_isa.sh tests/test_emu.sh tests/test_once_cell.sh
 PARTS = tests/test_readme.sh tests/test_compile.sh tests/test_server.sh
 test: programs    ## run the tests (3 minutes on two cores); a suite whose tool is missing is counted as skipped
-	$(JOBS)sh tests/run.sh $(B) $(if $(HAVE_CXX),$(B)/test_hip@quick $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_mtp $(B)/hip_group@quick) \
+	$(JOBS)sh tests/run.sh $(B) $(if $(HAVE_CXX),$(IN_PARTS:=@quick) $(B)/hip_mtp) \
 	  $(PARTS:=@quick) $(filter-out $(SLOW) $(PARTS),$(SCRIPTS)) $(TESTS)
 
 test-all: programs    ## run the tests that `make test` leaves out (make deps installs their tools)
-	$(JOBS)sh tests/run.sh $(B) $(SLOW) $(if $(HAVE_CXX),$(B)/test_hip@slow $(B)/hip_model $(B)/hip_group@slow) $(PARTS:=@slow)
+	$(JOBS)sh tests/run.sh $(B) $(SLOW) $(if $(HAVE_CXX),$(IN_PARTS:=@slow) $(B)/hip_model) $(PARTS:=@slow)
 
 programs: $(EMULATED) $(EXAMPLES) $(TESTS)    ## build all that the tests run
 

@@ -878,8 +878,8 @@ int main(int argc, char **argv) {
         if (!devices[d].usable || !devices[d].is_gpu) continue;
         n_gpus++;
         device_name = devices[d].name;
-        RUN(test_neighbours);
-        RUN(test_play);
+        rft_run("test_neighbours", test_neighbours, n_gpus > 1); /* slow: other waves than the first device's */
+        rft_run("test_play", test_play, n_gpus > 1);
     }
     device_name = "cpu";
     if (n_gpus == 0) {
