@@ -131,11 +131,7 @@ void __asan_unpoison_memory_region(void const volatile *addr, size_t size);
 #define __device__
 #define __host__
 #define __launch_bounds__(...)
-#if defined(HIP_EMU_ASAN) || defined(__SANITIZE_THREAD__)
-#define __forceinline__ inline HIP_EMU_KERNEL /* forced, with checks in it, a compiler takes twice as long and the kernels no less */
-#else
-#define __forceinline__ inline __attribute__((always_inline))
-#endif
+#define __forceinline__ inline HIP_EMU_KERNEL /* forced, a compiler takes twice as long and the kernels no less */
 
 struct dim3 {
     unsigned x, y, z;
