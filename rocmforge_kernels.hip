@@ -282,6 +282,16 @@ RFK_DEVICE void rfk_compiler_fence() {
 #endif
 }
 
+/* v. What is computed from it is computed here: the compiler does not move it out of a loop and keep it in registers. */
+RFK_DEVICE uint32_t rfk_computed_here(uint32_t v) {
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
+    asm volatile("" : "+r"(v));
+#elif defined(__AMDGCN__)
+    asm volatile("" : "+v"(v));
+#endif
+    return v;
+}
+
 /* Launch parameters. early_carveout: 0, or the kernel may start while the one before it in the stream still runs
  * (programmatic dependent launch), because it calls rfk_wait_previous before it touches what others write. Then it is
  * the share of shared memory in a multiprocessor's L1, in percent, the same for all kernels of a step: it changes only
@@ -2686,6 +2696,273 @@ template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_de
             if (slot_to)
                 rfk_delta_state<false, WAVE, DIM>(a, x, a.state + (slot_to - 1) * width + at, first, inside);
         }
+    }
+}
+
+/* ---- the delta rule of prompts ----
+ * Four rows at a time: what their keys and queries read of the state before them is one sum over lanes, and what they
+ * read of each other follows from the products of the four (the WY form). A lane holds a tile of S, so that a value in
+ * shared memory serves four columns. Half of the threads prepare rows while the others work on those before.
+ * A row that is not the sequence's has zeros for its key, query and beta, and a decay of 1. */
+#define RFK_CHUNK 4u           /* rows at a time */
+#define RFK_CHUNKS 4u          /* prepared at a time */
+#define RFK_CHUNK_THREADS 128u /* that work, and as many that prepare */
+#define RFK_CHUNK_DIM 128u     /* values of a key, at most */
+#define RFK_CHUNK_LANES 16u    /* of four columns */
+#define RFK_CHUNK_COLS 32u     /* of a block */
+struct rfk_delta_chunk {
+    float4 k[RFK_CHUNK][RFK_CHUNK_DIM / 4], q[RFK_CHUNK][RFK_CHUNK_DIM / 4]; /* of length 1 and scale */
+    float4 v[RFK_CHUNK][RFK_CHUNK_COLS / 4];
+    /* Of row i: by what row j's update d counts in its output, and in d before that; the decay since the run began,
+     * and from here to its end. */
+    float read[RFK_CHUNK][RFK_CHUNK], seen[RFK_CHUNK][RFK_CHUNK], beta[RFK_CHUNK], decay[RFK_CHUNK], since[RFK_CHUNK];
+    uint32_t own[RFK_CHUNK], from[RFK_CHUNK], to[RFK_CHUNK];
+};
+/* A lane's rows of its four columns: 4 of every 64. */
+struct rfk_delta_tile {
+    float x[RFK_CHUNK_DIM / RFK_CHUNK_LANES][4];
+};
+#define RFK_CHUNK_ROWS (RFK_CHUNK_DIM / RFK_CHUNK_LANES) /* of a tile */
+/* N values of each lane become N / 2: of two lanes that differ in MASK, each adds up half of both. */
+template <int WAVE, int N, int MASK> RFK_DEVICE void rfk_fold(float *v) {
+    const bool upper = (threadIdx.x & MASK) != 0;
+    RFK_UNROLL(16)
+    for (int i = 0; i < N / 2; i++) {
+        const float first = v[i], second = v[i + N / 2],
+                    other = rfk_shuffle_xor<WAVE>(upper ? first : second, MASK);
+        v[i] = (upper ? second : first) + other;
+    }
+}
+/* The sum over the wave of value `lane % 16`. */
+template <int WAVE> RFK_DEVICE float rfk_fold16(float (&v)[16]) {
+    rfk_fold<WAVE, 16, 8>(v), rfk_fold<WAVE, 8, 4>(v), rfk_fold<WAVE, 4, 2>(v), rfk_fold<WAVE, 2, 1>(v);
+    for (int mask = 16; mask < WAVE; mask *= 2) v[0] += rfk_shuffle_xor<WAVE>(v[0], mask);
+    return v[0];
+}
+/* The product of the decays of rows after `from`, up to `to`. */
+RFK_DEVICE float rfk_decay_between(const float (&decay)[RFK_CHUNK], uint32_t from, uint32_t to) {
+    float v = 1.0f;
+    RFK_UNROLL(4)
+    for (uint32_t i = 1; i < RFK_CHUNK; i++)
+        if (i > from && i <= to) v *= decay[i];
+    return v;
+}
+/* Normalize the queries and keys of a chunk, in registers. */
+template <int WAVE>
+RFK_DEVICE void rfk_chunk_normalize(float (&k)[RFK_CHUNK][RFK_CHUNK_DIM / WAVE], float (&q)[RFK_CHUNK][RFK_CHUNK_DIM / WAVE],
+                                  const rfk_delta_args &a) {
+    float squares[16];
+    RFK_UNROLL(4)
+    for (uint32_t i = 0; i < RFK_CHUNK; i++) {
+        squares[i] = squares[4 + i] = squares[8 + i] = squares[12 + i] = 0;
+        RFK_UNROLL(4)
+        for (uint32_t j = 0; j < RFK_CHUNK_DIM / WAVE; j++)
+            squares[i] += k[i][j] * k[i][j], squares[4 + i] += q[i][j] * q[i][j];
+    }
+    const float sum = rfk_fold16<WAVE>(squares), length = sqrtf(sum + a.eps),
+                by = sum == 0 ? 0.0f : (threadIdx.x % 16 < 4 ? 1.0f : a.scale) / length;
+    RFK_UNROLL(4)
+    for (uint32_t i = 0; i < RFK_CHUNK; i++) {
+        const float of_k = rfk_shuffle<WAVE>(by, i), of_q = rfk_shuffle<WAVE>(by, 4 + i);
+        RFK_UNROLL(4)
+        for (uint32_t j = 0; j < RFK_CHUNK_DIM / WAVE; j++) k[i][j] *= of_k, q[i][j] *= of_q;
+    }
+}
+/* What rows of a chunk read of each other: lane 4 i + j has q of row i times k of row j, or k of both where j > i. */
+template <int WAVE>
+RFK_DEVICE void rfk_chunk_relate(rfk_delta_chunk &chunk, const float (&k)[RFK_CHUNK][RFK_CHUNK_DIM / WAVE],
+                               const float (&q)[RFK_CHUNK][RFK_CHUNK_DIM / WAVE], float own_decay, float own_beta) {
+    const uint32_t lane = threadIdx.x % WAVE, i = lane / 4, j = lane % 4;
+    float products[16], decay[RFK_CHUNK];
+    RFK_UNROLL(4)
+    for (uint32_t m = 0; m < RFK_CHUNK; m++) {
+        RFK_UNROLL(4)
+        for (uint32_t n = 0; n < RFK_CHUNK; n++) {
+            products[4 * m + n] = 0;
+            RFK_UNROLL(4)
+            for (uint32_t e = 0; e < RFK_CHUNK_DIM / WAVE; e++)
+                products[4 * m + n] += (n > m ? k[m][e] : q[m][e]) * k[n][e];
+        }
+        decay[m] = rfk_shuffle<WAVE>(own_decay, m);
+    }
+    const float product = rfk_fold16<WAVE>(products), beta = rfk_shuffle<WAVE>(own_beta, j);
+    if (lane < RFK_CHUNK) {
+        chunk.beta[lane] = own_beta;
+        chunk.decay[lane] = own_decay;
+        chunk.since[lane] = decay[0] * rfk_decay_between(decay, 0, lane);
+    }
+    if (lane >= 16) return;
+    chunk.read[i][j] = j > i ? 0.0f : product * rfk_decay_between(decay, j, i);
+    if (j > i) chunk.seen[j][i] = beta * product * rfk_decay_between(decay, i, j);
+}
+/* A wave prepares rows t0 to t0 + 3. */
+template <int WAVE> RFK_DEVICE void rfk_chunk_prepare(rfk_delta_chunk &chunk, const rfk_delta_args &a, uint32_t t0) {
+    const uint32_t lane = threadIdx.x % WAVE, h = blockIdx.y, n_keys = a.n_k_heads * a.head_dim,
+                   t = t0 + lane % RFK_CHUNK;
+    rf_step_row row;
+    row.seq = -1, row.from = row.to = 0;
+    if (t < a.n_rows) row = a.rows[t];
+    const bool mine = row.seq == (int32_t)blockIdx.z;
+    float k[RFK_CHUNK][RFK_CHUNK_DIM / WAVE], q[RFK_CHUNK][RFK_CHUNK_DIM / WAVE];
+    RFK_UNROLL(4)
+    for (uint32_t i = 0; i < RFK_CHUNK; i++) {
+        const bool own = rfk_shuffle<WAVE>(mine ? 1 : 0, i) != 0;
+        const float *in = a.in + (size_t)(t0 + i) * a.in_stride, *key = in + rfk_delta_key(a),
+                    *v = in + 2 * (size_t)n_keys + (size_t)h * a.head_dim_v;
+        RFK_UNROLL(4)
+        for (uint32_t j = 0; j < RFK_CHUNK_DIM / WAVE; j++) {
+            const bool there = own && j * WAVE + lane < a.head_dim;
+            q[i][j] = there ? key[j * WAVE + lane] : 0.0f;
+            k[i][j] = there ? key[n_keys + j * WAVE + lane] : 0.0f;
+        }
+        const uint32_t col = blockIdx.x * RFK_CHUNK_COLS + lane;
+        if (lane < RFK_CHUNK_COLS)
+            reinterpret_cast<float *>(chunk.v[i])[lane] = own && col < a.head_dim_v ? v[col] : 0.0f;
+    }
+    const float beta = mine ? 1.0f / (1.0f + expf(-a.beta[(size_t)t * a.beta_stride + h])) : 0.0f,
+                decay = mine ? rfk_delta_decay(a, a.alpha[(size_t)t * a.alpha_stride + h] +
+                                                      rfk_load_any(a.b, a.b_type, h),
+                                               rfk_load_any(a.a, a.a_type, h))
+                             : 1.0f;
+    rfk_chunk_normalize<WAVE>(k, q, a);
+    RFK_UNROLL(4)
+    for (uint32_t i = 0; i < RFK_CHUNK; i++) {
+        RFK_UNROLL(4)
+        for (uint32_t j = 0; j < RFK_CHUNK_DIM / WAVE; j++) {
+            reinterpret_cast<float *>(chunk.k[i])[j * WAVE + lane] = k[i][j];
+            reinterpret_cast<float *>(chunk.q[i])[j * WAVE + lane] = q[i][j];
+        }
+    }
+    if (lane < RFK_CHUNK) chunk.own[lane] = mine, chunk.from[lane] = row.from, chunk.to[lane] = row.to;
+    rfk_chunk_relate<WAVE>(chunk, k, q, decay, beta);
+}
+/* Load a tile of a state, or store it: of rows from 4 * `lane` on and four columns from col on. */
+template <bool LOAD>
+RFK_DEVICE void rfk_chunk_state(const rfk_delta_args &a, rfk_delta_tile &tile, uint32_t slot, uint32_t lane,
+                              uint32_t col) {
+    float *state = a.state + ((size_t)(slot - 1) * a.n_heads + blockIdx.y) * a.head_dim * a.head_dim_v;
+    lane = rfk_computed_here(lane), col = rfk_computed_here(col);
+    RFK_UNROLL(8)
+    for (uint32_t m = 0; m < RFK_CHUNK_ROWS; m++) {
+        const uint32_t row = m / 4 * (4 * RFK_CHUNK_LANES) + 4 * lane + m % 4;
+        RFK_UNROLL(4)
+        for (uint32_t c = 0; c < 4; c++) {
+            if (row >= a.head_dim || col + c >= a.head_dim_v) continue;
+            float *at = state + (size_t)row * a.head_dim_v + col + c;
+            if (LOAD) tile.x[m][c] = *at;
+            else *at = tile.x[m][c];
+        }
+    }
+}
+/* The tile after row `last` of a chunk: it decays, and takes in the keys. */
+RFK_DEVICE void rfk_chunk_update(rfk_delta_tile &tile, const rfk_delta_chunk &chunk, uint32_t lane,
+                                 uint32_t last, const float (&d)[RFK_CHUNK][4]) {
+    const float since = chunk.since[last],
+                decay[RFK_CHUNK] = {chunk.decay[0], chunk.decay[1], chunk.decay[2], chunk.decay[3]};
+    RFK_UNROLL(8)
+    for (uint32_t m = 0; m < RFK_CHUNK_ROWS; m++)
+        RFK_UNROLL(4)
+        for (uint32_t c = 0; c < 4; c++) tile.x[m][c] *= since;
+    RFK_UNROLL(4)
+    for (uint32_t j = 0; j < RFK_CHUNK; j++) {
+        const float by = j > last ? 0.0f : rfk_decay_between(decay, j, last),
+                    e[4] = {by * d[j][0], by * d[j][1], by * d[j][2], by * d[j][3]};
+        RFK_UNROLL(2)
+        for (uint32_t m = 0; m < RFK_CHUNK_ROWS; m += 4) {
+            const float4 k = chunk.k[j][m / 4 * RFK_CHUNK_LANES + lane];
+            RFK_UNROLL(4)
+            for (uint32_t c = 0; c < 4; c++) {
+                tile.x[m][c] += k.x * e[c], tile.x[m + 1][c] += k.y * e[c];
+                tile.x[m + 2][c] += k.z * e[c], tile.x[m + 3][c] += k.w * e[c];
+            }
+        }
+    }
+}
+/* Keys and queries of a chunk times the tile: sum[2 (4 i + c)] of row i's key and column c, sum[2 (4 i + c) + 1] of its
+ * query. */
+RFK_DEVICE void rfk_chunk_products(float (&sum)[32], const rfk_delta_tile &tile, const rfk_delta_chunk &chunk,
+                                 uint32_t lane) {
+    RFK_UNROLL(4)
+    for (uint32_t i = 0; i < RFK_CHUNK; i++) {
+        RFK_UNROLL(8)
+        for (uint32_t c = 0; c < 8; c++) sum[8 * i + c] = 0;
+        RFK_UNROLL(2)
+        for (uint32_t m = 0; m < RFK_CHUNK_ROWS; m += 4) {
+            const float4 k = chunk.k[i][m / 4 * RFK_CHUNK_LANES + lane], q = chunk.q[i][m / 4 * RFK_CHUNK_LANES + lane];
+            RFK_UNROLL(4)
+            for (uint32_t c = 0; c < 4; c++) {
+                float *to = sum + 2 * (4 * i + c);
+                to[0] += k.x * tile.x[m][c], to[0] += k.y * tile.x[m + 1][c];
+                to[0] += k.z * tile.x[m + 2][c], to[0] += k.w * tile.x[m + 3][c];
+                to[1] += q.x * tile.x[m][c], to[1] += q.y * tile.x[m + 1][c];
+                to[1] += q.z * tile.x[m + 2][c], to[1] += q.w * tile.x[m + 3][c];
+            }
+        }
+    }
+}
+/* A wave's columns take in a chunk, rows t0 on. */
+template <int WAVE>
+RFK_DEVICE void rfk_chunk_take(const rfk_delta_chunk &chunk, rfk_delta_tile &tile, const rfk_delta_args &a,
+                             uint32_t t0) {
+    const uint32_t lane = threadIdx.x % RFK_CHUNK_LANES, four = threadIdx.x / RFK_CHUNK_LANES,
+                   col = blockIdx.x * RFK_CHUNK_COLS + 4 * four, first_lane = threadIdx.x % WAVE - lane,
+                   i = lane / 4, c = lane % 4;
+    float sum[32], d[RFK_CHUNK][4];
+    rfk_chunk_products(sum, tile, chunk, lane);
+    rfk_fold<WAVE, 32, 8>(sum), rfk_fold<WAVE, 16, 4>(sum), rfk_fold<WAVE, 8, 2>(sum), rfk_fold<WAVE, 4, 1>(sum);
+    RFK_UNROLL(4)
+    for (uint32_t n = 0; n < RFK_CHUNK; n++) {
+        const float v[4] = {chunk.v[n][four].x, chunk.v[n][four].y, chunk.v[n][four].z, chunk.v[n][four].w},
+                    beta = chunk.beta[n], old = beta * chunk.since[n];
+        RFK_UNROLL(4)
+        for (uint32_t e = 0; e < 4; e++) {
+            d[n][e] = beta * v[e] - old * rfk_shuffle<WAVE>(sum[0], first_lane + 4 * n + e);
+            RFK_UNROLL(4)
+            for (uint32_t j = 0; j < RFK_CHUNK; j++)
+                if (j < n) d[n][e] -= chunk.seen[n][j] * d[j][e];
+        }
+    }
+    float y = chunk.since[i] * sum[1];
+    RFK_UNROLL(4)
+    for (uint32_t j = 0; j < RFK_CHUNK; j++)
+        y += chunk.read[i][j] * (c < 2 ? (c == 0 ? d[j][0] : d[j][1]) : (c == 2 ? d[j][2] : d[j][3]));
+    if (chunk.own[i] && col + c < a.head_dim_v)
+        a.out[(size_t)(t0 + i) * a.out_stride + (size_t)blockIdx.y * a.head_dim_v + col + c] = y;
+    RFK_UNROLL(1)
+    for (uint32_t n = 0; n < RFK_CHUNK; n++) {
+        if (!chunk.own[n] || !chunk.to[n]) continue; /* the state after row n */
+        rfk_delta_tile kept = tile;
+        rfk_chunk_update(kept, chunk, lane, n, d);
+        rfk_chunk_state<false>(a, kept, chunk.to[n], lane, col);
+    }
+    rfk_chunk_update(tile, chunk, lane, RFK_CHUNK - 1, d);
+}
+/* grid [ceil(head_dim_v / 32), heads, sequences]   block 256   LDS 38 KiB   reads q and k of a row once per block */
+template <int WAVE> static __global__ void RFK_THREADS(2 * RFK_CHUNK_THREADS) rfk_delta_prompt(rfk_delta_args a) {
+    if (!RFK_RUNS_WAVE(WAVE)) return;
+    rfk_wait_previous();
+    typedef rfk_delta_chunk chunks[2][RFK_CHUNKS];
+    RFK_SHARED(chunks, s);
+    const uint32_t window = RFK_CHUNK * RFK_CHUNKS, lane = threadIdx.x % RFK_CHUNK_LANES,
+                   col = blockIdx.x * RFK_CHUNK_COLS + 4 * (threadIdx.x / RFK_CHUNK_LANES);
+    const bool works = threadIdx.x < RFK_CHUNK_THREADS;
+    rfk_delta_tile tile;
+    RFK_UNROLL(8)
+    for (uint32_t m = 0; m < RFK_CHUNK_ROWS; m++) tile.x[m][0] = tile.x[m][1] = tile.x[m][2] = tile.x[m][3] = 0;
+    bool begun = false;
+    for (uint32_t n = 0; n <= (a.n_rows + window - 1) / window; n++) {
+        for (uint32_t i = 0; n > 0 && works && i < RFK_CHUNKS; i++) {
+            const rfk_delta_chunk &chunk = s[(n - 1) % 2][i];
+            if (!(chunk.own[0] | chunk.own[1] | chunk.own[2] | chunk.own[3])) continue;
+            const uint32_t first = chunk.own[0] ? 0 : chunk.own[1] ? 1 : chunk.own[2] ? 2 : 3;
+            if (!begun && chunk.from[first]) rfk_chunk_state<true>(a, tile, chunk.from[first], lane, col);
+            begun = true;
+            rfk_chunk_take<WAVE>(chunk, tile, a, (n - 1) * window + i * RFK_CHUNK);
+        }
+        const uint32_t waves = RFK_CHUNK_THREADS / WAVE;
+        for (uint32_t i = threadIdx.x / WAVE - waves; !works && i < RFK_CHUNKS && n * window < a.n_rows; i += waves)
+            rfk_chunk_prepare<WAVE>(s[n % 2][i], a, n * window + i * RFK_CHUNK);
+        __syncthreads();
     }
 }
 
@@ -6608,6 +6885,10 @@ RFK_DEVICE void rfk_wgmma_fill(const rfk_matmul_args &a, const rfk_product &p, c
     rfk_raw raw[N];
     size_t block[N / UNITS];
     if (first >= end) return;
+    if (tile.x_row) {
+        rfk_wgmma_copy_x(a, tile, first, rfk_wgmma_find(ring, 0));
+        rfk_commit_copies();
+    }
     RFK_UNROLL(4)
     for (uint32_t j = 0; j < N / UNITS; j++) {
         const uint32_t row = tile.row0 + i + 64 * j;
@@ -6620,8 +6901,14 @@ RFK_DEVICE void rfk_wgmma_fill(const rfk_matmul_args &a, const rfk_product &p, c
         RFK_UNROLL(2)
         for (uint32_t part = 0; part < UNITS; part++) {
             const rfk_wgmma_slot to = rfk_wgmma_find(ring, some + part - tile.first);
-            if (to.round > 0) rfk_mbarrier_wait(to.empty, to.round - 1);
-            rfk_wgmma_copy_x(a, tile, some + part, to);
+            /* columns of pairs are on their way while the step before is unpacked; their blocks have one producer */
+            const uint32_t copied = some + part + (tile.x_row ? 1 : 0);
+            if (copied < end) {
+                const rfk_wgmma_slot next = rfk_wgmma_find(ring, copied - tile.first);
+                if (next.round > 0) rfk_mbarrier_wait(next.empty, next.round - 1);
+                rfk_wgmma_copy_x(a, tile, copied, next);
+            }
+            if (tile.x_row) rfk_commit_copies();
             rfk_unit unpacked[N];
             RFK_UNROLL(4)
             for (uint32_t n = 0; n < N; n++) F::unpack(raw[n], 2 * some + odd + n % UNITS * 2, unpacked[n]);
@@ -6641,7 +6928,7 @@ RFK_DEVICE void rfk_wgmma_fill(const rfk_matmul_args &a, const rfk_product &p, c
                                                v.q + 4 * h, v.d[h], F::HAS_MIN ? v.m[h] : 0.0f);
                 }
             }
-            if (tile.x_row) rfk_wait_copies(); /* not for a bulk copy: it would wait for what is fetched, too */
+            if (tile.x_row) rfk_wait_copies_but_one(); /* not for a bulk copy: it would wait for what is fetched, too */
             rfk_wgmma_filled(to.full);
         }
     }
@@ -7005,8 +7292,8 @@ typedef int4 rfk_chunk;
 #else
 typedef rfk_int4 rfk_chunk;
 #endif
-template <int TERMS, int COLS> struct rfk_16bit_shared {
-    int4 w[RFK_SMALL_TILE_ROWS][RFK_16BIT_STRIDE], x[TERMS][COLS][RFK_16BIT_STRIDE];
+template <int TERMS, int COLS, int W_TERMS = 1> struct rfk_16bit_shared {
+    int4 w[W_TERMS][RFK_SMALL_TILE_ROWS][RFK_16BIT_STRIDE], x[TERMS][COLS][RFK_16BIT_STRIDE];
 };
 RFK_DEVICE void rfk_put_chunk(int4 *to, const rfk_chunk &v) { *reinterpret_cast<rfk_chunk *>(to) = v; }
 template <int TERMS, int COLS> struct rfk_16bit_loads {
@@ -7028,10 +7315,10 @@ RFK_DEVICE void rfk_fetch_16bit(rfk_16bit_loads<TERMS, COLS> &v, const rfk_matmu
     }
 }
 
-/* The products of 32 values: RT x CT tiles of 16 x 16. */
-template <int WAVE, int RT, int CT, bool BF16, int COLS>
-RFK_DEVICE void rfk_16bit_step(const rfk_16bit_shared<RFK_TERMS(BF16), COLS> &s, uint32_t row0, uint32_t col0,
-                                float (&sum)[RT][CT][256 / WAVE]) {
+/* The products of 32 values: RT x CT tiles of 16 x 16. Of terms of both, those of term i and j with i + j < TERMS. */
+template <int WAVE, int RT, int CT, bool BF16, int COLS, int W_TERMS>
+RFK_DEVICE void rfk_16bit_step(const rfk_16bit_shared<RFK_TERMS(BF16), COLS, W_TERMS> &s, uint32_t row0,
+                               uint32_t col0, float (&sum)[RT][CT][256 / WAVE]) {
     const int N = 256 / WAVE, TERMS = RFK_TERMS(BF16);
     const uint32_t lane = threadIdx.x % WAVE;
     float part[RT][CT][N];
@@ -7041,24 +7328,55 @@ RFK_DEVICE void rfk_16bit_step(const rfk_16bit_shared<RFK_TERMS(BF16), COLS> &s,
             for (int i = 0; i < N; i++) part[r][c][i] = 0;
     RFK_UNROLL(2)
     for (uint32_t g = 0; g < RFK_16BIT_DEPTH / 16; g++) {
-        rfk_operand a[RT], b;
+        rfk_operand a[W_TERMS][RT], b;
         RFK_UNROLL(4)
-        for (int r = 0; r < RT; r++)
-            rfk_load_rows<RFK_16BIT_STRIDE, true>(a[r], s.w[row0 + 16 * (uint32_t)r], g, lane);
+        for (int term = 0; term < W_TERMS; term++)
+            RFK_UNROLL(4)
+            for (int r = 0; r < RT; r++)
+                rfk_load_rows<RFK_16BIT_STRIDE, true>(a[term][r], s.w[term][row0 + 16 * (uint32_t)r], g, lane);
         RFK_UNROLL(4)
         for (int c = 0; c < CT; c++)
             RFK_UNROLL(4)
             for (int piece = TERMS - 1; piece >= 0; piece--) { /* smallest terms first */
                 rfk_load_columns<RFK_16BIT_STRIDE, true>(b, s.x[piece][col0 + 16 * (uint32_t)c], g, lane);
                 RFK_UNROLL(4)
-                for (int r = 0; r < RT; r++)
-                    rfk_mma_16bit<WAVE, RFK_16BIT_STRIDE, RFK_16BIT_STRIDE, BF16>(a[r], b, part[r][c]);
+                for (int term = 0; term < W_TERMS; term++)
+                    RFK_UNROLL(4)
+                    for (int r = 0; r < RT; r++)
+                        if (term + piece < TERMS)
+                            rfk_mma_16bit<WAVE, RFK_16BIT_STRIDE, RFK_16BIT_STRIDE, BF16>(a[term][r], b,
+                                                                                          part[r][c]);
             }
     }
     RFK_UNROLL(4)
     for (int r = 0; r < RT; r++)
         for (int c = 0; c < CT; c++)
             for (int i = 0; i < N; i++) sum[r][c][i] += part[r][c][i];
+}
+
+/* Store a wave's tiles of results, or this split's part of them. unit: [cols] scale, or NULL. */
+template <int WAVE, int RT, int CT, int COLS, class TILES>
+RFK_DEVICE void rfk_16bit_put(const TILES &tiles, const rfk_product &p, const typename TILES::columns &columns,
+                              const float *unit, uint32_t row0, uint32_t wave_row, uint32_t wave_col,
+                              const float (&sum)[RT][CT][256 / WAVE]) {
+    const int N = 256 / WAVE;
+    const rfk_tiles_args &t = rfk_tiles(tiles);
+    const uint32_t lane = threadIdx.x % WAVE;
+    float *part = t.part;
+    if (part)
+        part += (((size_t)blockIdx.y * gridDim.x + blockIdx.x) * t.n_splits + blockIdx.z) * RFK_SMALL_TILE_ROWS * COLS;
+    RFK_UNROLL(4)
+    for (int r = 0; r < RT; r++)
+        RFK_UNROLL(4)
+        for (int c = 0; c < CT; c++)
+            RFK_UNROLL(8)
+            for (int i = 0; i < N; i++) {
+                uint32_t row = wave_row + 16 * (uint32_t)r + rfk_matrix_row(lane, RFK_ROW_INDEX((uint32_t)i), N),
+                         col = wave_col + 16 * (uint32_t)c + rfk_matrix_col(lane, RFK_COL_INDEX((uint32_t)i));
+                float result = sum[r][c][i] * (unit ? unit[rfk_nth_column(columns, col)] : 1.0f);
+                if (part) part[col * RFK_SMALL_TILE_ROWS + row] = result;
+                else if (row0 + row < p.n_out) rfk_put_column(tiles, p, columns, row0 + row, col, result);
+            }
 }
 
 /* grid as rfk_matmul's   block 256   LDS 15 to 35 KiB   n_in % 32 == 0
@@ -7072,7 +7390,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_16bit(rfk_16bit_args<TI
     typedef rfk_16bit_shared<TERMS, COLS> shared;
     RFK_SHARED(shared, s);
     const rfk_tiles_args &t = rfk_tiles(a.tiles);
-    uint32_t number = blockIdx.y, lane = threadIdx.x % WAVE, wave = threadIdx.x / WAVE;
+    uint32_t number = blockIdx.y, wave = threadIdx.x / WAVE;
     rfk_product p;
     typename TILES::columns columns;
     if (!rfk_find_columns(a.tiles, RFK_SMALL_TILE_ROWS, COLS, &number, &p, &columns)) return;
@@ -7088,29 +7406,80 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_16bit(rfk_16bit_args<TI
     rfk_fetch_16bit(v, t.m, a.x, p, row0, columns, first);
     for (uint32_t k0 = first; k0 < end; k0 += RFK_16BIT_DEPTH) {
         __syncthreads(); /* all are done with what was there */
-        rfk_put_chunk(&s.w[threadIdx.x / 4][threadIdx.x % 4], v.w);
+        rfk_put_chunk(&s.w[0][threadIdx.x / 4][threadIdx.x % 4], v.w);
         RFK_UNROLL(8)
         for (uint32_t j = 0; j < TERMS * COLS / 64; j++)
             rfk_put_chunk(&s.x[j / (COLS / 64)][threadIdx.x / 4 + j % (COLS / 64) * 64][threadIdx.x % 4], v.x[j]);
         __syncthreads();
         if (k0 + RFK_16BIT_DEPTH < end) rfk_fetch_16bit(v, t.m, a.x, p, row0, columns, k0 + RFK_16BIT_DEPTH);
-        rfk_16bit_step<WAVE, RT, CT, BF16, COLS>(s, wave_row, wave_col, sum);
+        rfk_16bit_step<WAVE, RT, CT, BF16, COLS, 1>(s, wave_row, wave_col, sum);
     }
-    float *part = t.part;
-    if (part)
-        part += (((size_t)blockIdx.y * gridDim.x + blockIdx.x) * t.n_splits + blockIdx.z) * RFK_SMALL_TILE_ROWS * COLS;
+    rfk_16bit_put<WAVE, RT, CT, COLS>(a.tiles, p, columns, a.x.unit, row0, wave_row, wave_col, sum);
+}
+
+/* The same for weights of float32: on their way to shared memory, W and x are both cut into three bf16, which hold all
+ * bits of a float. */
+struct rfk_split_loads {
+    float w[8], x[8];
+};
+RFK_DEVICE void rfk_fetch_split(rfk_split_loads &v, const rfk_matmul_args &a, const rfk_product &p, uint32_t row0,
+                                uint32_t col0, uint32_t k0) {
+    const uint32_t i = threadIdx.x / 4, row = row0 + i < p.n_out ? row0 + i : p.n_out - 1,
+                   col = col0 + i < a.n_cols ? col0 + i : a.n_cols - 1, at = k0 / 4 + threadIdx.x % 4 * 2;
+    const float *w = reinterpret_cast<const float *>(p.w.plane[0]) + (size_t)(p.row0 + row) * a.n_in,
+                *x = a.x + (size_t)col * a.x_stride;
+    RFK_UNROLL(2)
+    for (uint32_t h = 0; h < 2; h++) {
+        rfk_get4(w, at + h, a.n_in, v.w + 4 * h);
+        rfk_get4(x, at + h, a.n_in, v.x + 4 * h);
+    }
+}
+/* Eight values as three words of 16 bytes, `apart` words from one to the next. */
+RFK_DEVICE void rfk_put_split(int4 *to, uint32_t apart, float *v) {
+    RFK_UNROLL(3)
+    for (uint32_t term = 0; term < 3; term++) {
+        uint32_t word[4];
+        RFK_UNROLL(8)
+        for (uint32_t i = 0; i < 8; i++) {
+            const uint32_t upper = rfk_as_bits(v[i]) & 0xffff0000u;
+            v[i] = (upper & 0x7f800000) == 0x7f800000 ? 0.0f : v[i] - rfk_as_float(upper);
+            word[i / 2] = i % 2 ? word[i / 2] | upper : upper >> 16;
+        }
+        int4 words;
+        words.x = (int)word[0], words.y = (int)word[1], words.z = (int)word[2], words.w = (int)word[3];
+        to[term * apart] = words;
+    }
+}
+/* grid as rfk_matmul's   block 256   LDS 30 KiB   n_in % 32 == 0 */
+template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_split(rfk_tiles_args t) {
+    if (!RFK_RUNS_WAVE(WAVE) || !RFK_UNITS_BF16) return; /* never launched */
+    const int COLS = RFK_SMALL_TILE_COLS, N = 256 / WAVE, RT = 2, CT = COLS * WAVE / 2048, ACROSS = 128 / WAVE;
+    typedef rfk_16bit_shared<3, COLS, 3> shared;
+    RFK_SHARED(shared, s);
+    uint32_t number = blockIdx.y, wave = threadIdx.x / WAVE;
+    rfk_product p;
+    rfk_tiles_args::columns columns;
+    if (!rfk_find_columns(t, RFK_SMALL_TILE_ROWS, COLS, &number, &p, &columns)) return;
+    const uint32_t row0 = number * RFK_SMALL_TILE_ROWS, wave_row = wave / ACROSS * (16 * RT),
+                   wave_col = wave % ACROSS * (16 * CT), first = t.split_units * blockIdx.z * 32,
+                   last = first + t.split_units * 32, end = last < t.m.n_in ? last : t.m.n_in;
+    rfk_split_loads v;
+    float sum[RT][CT][N];
     RFK_UNROLL(4)
     for (int r = 0; r < RT; r++)
-        RFK_UNROLL(4)
         for (int c = 0; c < CT; c++)
-            RFK_UNROLL(8)
-            for (int i = 0; i < N; i++) {
-                uint32_t row = wave_row + 16 * (uint32_t)r + rfk_matrix_row(lane, RFK_ROW_INDEX((uint32_t)i), N),
-                         col = wave_col + 16 * (uint32_t)c + rfk_matrix_col(lane, RFK_COL_INDEX((uint32_t)i));
-                float result = sum[r][c][i] * a.x.unit[rfk_nth_column(columns, col)];
-                if (part) part[col * RFK_SMALL_TILE_ROWS + row] = result;
-                else if (row0 + row < p.n_out) rfk_put_column(a.tiles, p, columns, row0 + row, col, result);
-            }
+            for (int i = 0; i < N; i++) sum[r][c][i] = 0;
+    rfk_fetch_split(v, t.m, p, row0, blockIdx.x * COLS, first);
+    for (uint32_t k0 = first; k0 < end; k0 += RFK_16BIT_DEPTH) {
+        __syncthreads(); /* all are done with what was there */
+        rfk_put_split(&s.w[0][threadIdx.x / 4][threadIdx.x % 4], RFK_SMALL_TILE_ROWS * RFK_16BIT_STRIDE, v.w);
+        rfk_put_split(&s.x[0][threadIdx.x / 4][threadIdx.x % 4], COLS * RFK_16BIT_STRIDE, v.x);
+        __syncthreads();
+        if (k0 + RFK_16BIT_DEPTH < end)
+            rfk_fetch_split(v, t.m, p, row0, blockIdx.x * COLS, k0 + RFK_16BIT_DEPTH);
+        rfk_16bit_step<WAVE, RT, CT, true, COLS, 3>(s, wave_row, wave_col, sum);
+    }
+    rfk_16bit_put<WAVE, RT, CT, COLS>(t, p, columns, NULL, row0, wave_row, wave_col, sum);
 }
 
 /* ==== 5 Attention ==================================================================================== >>attention
@@ -12194,6 +12563,19 @@ template <bool BF16> static rf_result rfk_run_16bit(rfk_launching *l, const rfk_
     return rfk_run_join(l, t, row_tiles, col_tiles);
 }
 
+/* Tiles of float32 on matrix units. */
+static rf_result rfk_run_matmul_split(rfk_launching *l, const rfk_matmul_args *products) {
+    rfk_tiles_args t;
+    t.m = *products;
+    t.rows = RFK_SMALL_TILE_ROWS, t.cols = RFK_SMALL_TILE_COLS;
+    const uint32_t row_tiles = rfk_make_products(l, &t.m, t.rows), col_tiles = rfk_ceil_div(t.m.n_cols, t.cols);
+    rfk_cut_depth(l->p, &t, row_tiles * col_tiles, 2);
+    rf_result r = rfk_enqueue(l, RFK_BY_WAVE(l, rfk_matmul_split<32>, rfk_matmul_split<64>),
+                              dim3(col_tiles, row_tiles, t.n_splits), RFK_BLOCK, t);
+    if (r != RF_OK || t.n_splits == 1) return r;
+    return rfk_run_join(l, &t, row_tiles, col_tiles);
+}
+
 /* Tiles of floats without matrix units. */
 static rf_result rfk_run_matmul_float(rfk_launching *l, const rfk_matmul_args *products) {
     rfk_tiles_args t;
@@ -12257,6 +12639,8 @@ static rf_result rfk_run_matmul(rfk_launching *l) {
     if (!rfk_is_float_type(type)) tiles = false;
     if (tiles && rfk_term_values(l->p->dev, l->p->plan, op))
         return type == RF_TYPE_F16 ? rfk_run_16bit<false>(l, &a) : rfk_run_16bit<true>(l, &a);
+    if (tiles && type == RF_TYPE_F32 && l->p->dev->units_bf16 && a.n_in % RFK_16BIT_DEPTH == 0 && a.aligned)
+        return rfk_run_matmul_split(l, &a);
     if (tiles) return rfk_run_matmul_float(l, &a);
     uint32_t blocks = rfk_make_products(l, &a, RFK_MATVEC_WAVES), threads = RFK_MATVEC_WAVES * l->p->dev->wave;
     rfk_matmul_kernel one = RFK_BY_WAVE(l, (rfk_find_matvec<32, 1>(type)), (rfk_find_matvec<64, 1>(type)));
@@ -12877,6 +13261,10 @@ static rf_result rfk_run_delta(const rfk_launching *l) {
     a.lower_bound = op->delta.lower_bound;
     a.scale = op->delta.scale;
     a.eps = op->delta.eps;
+    if (rfk_has_runs(l->step) && a.head_dim <= RFK_CHUNK_DIM && a.n_decays == 1)
+        return rfk_enqueue_early(l, RFK_BY_WAVE(l, rfk_delta_prompt<32>, rfk_delta_prompt<64>),
+                                 dim3(rfk_ceil_div(a.head_dim_v, RFK_CHUNK_COLS), a.n_heads, l->p->n_seq),
+                                 2 * RFK_CHUNK_THREADS, a);
     rfk_delta_kernel kernel = RFK_BY_WAVE(l, (rfk_find_delta<32>(a.head_dim)), (rfk_find_delta<64>(a.head_dim)));
     const uint32_t wave = l->p->dev->wave, cols = RFK_DELTA_COLS(wave, a.head_dim);
     return rfk_enqueue_early(l, kernel, dim3(rfk_ceil_div(a.head_dim_v, 4 * cols), a.n_heads, l->p->n_seq), 4 * wave,

@@ -3232,26 +3232,27 @@ struct OtherUnits {
 };
 
 /* Activations from 2^-90 to 2^108, one of which may be 10^4 times the others of its row, a row of zeros, and weights among
- * which are subnormal ones: each row of results is right for its own size, in both kinds of weights. */
+ * which are subnormal ones: each row of results is right for its own size, in both kinds of weights. So many rows are tiles. */
 static void float_ranges(uint32_t type, uint32_t device) {
-    const uint32_t n_in = 64, n_out = 20, n_rows = 12, n_small = 10; /* rows of W with small weights */
+    const uint32_t n_in = 64, n_out = 20, n_rows = 24, n_small = 10; /* rows of W with small weights */
     Rig g(devices[device]);
     uint32_t in = g.buffer(n_in), out = g.buffer(n_out);
     std::vector<float> w_values = values((size_t)n_in * n_out), x = values((size_t)n_in * n_rows);
-    std::vector<uint8_t> w(2 * w_values.size());
+    const size_t size = type == RF_TYPE_F32 ? 4 : 2;
+    std::vector<uint8_t> w(size * w_values.size());
     for (size_t i = 0; i < w_values.size(); i++) {
         float v = i < (size_t)n_small * n_in ? ldexpf(w_values[i], -16) : w_values[i];
         uint32_t bits;
         memcpy(&bits, &v, 4);
         uint16_t packed = type == RF_TYPE_F16 ? to_half(v) : (uint16_t)(bits >> 16);
-        memcpy(&w[2 * i], &packed, 2);
+        memcpy(&w[size * i], type == RF_TYPE_F32 ? (void *)&bits : (void *)&packed, size);
     }
     for (size_t i = 0; i < x.size(); i++) {
-        uint32_t row = (uint32_t)(i / n_in);
+        uint32_t row = (uint32_t)(i / n_in) % 12;
         x[i] = row == 5 ? 0 : ldexpf(i % n_in == row ? 1e4f * x[i] : x[i], 18 * ((int)row - 5));
     }
     g.matmul(in, out, n_in, n_out, g.weight(type, n_in, n_out, w));
-    REQUIRE(g.open(n_rows) == RF_OK, "%s", g.err.text);
+    REQUIRE(g.open(n_rows, 1, 32) == RF_OK, "%s", g.err.text);
     g.set(in, x);
     REQUIRE(g.run(rows_of(n_rows)) == RF_OK, "%s", g.err.text);
     std::vector<float> y = g.get(out);
@@ -3289,15 +3290,15 @@ static void test_matrix_units() {
             matmul_case(large);
             if ((t + k) % 3 == 0) experts_case(experts);
         }
-        for (uint32_t t = 0; t < 2; t++) {
-            const uint32_t type = t ? RF_TYPE_BF16 : RF_TYPE_F16, device = (uint32_t)kinds[k][0];
+        for (uint32_t t = 0; t < 3; t++) {
+            const uint32_t type = t == 2 ? RF_TYPE_F32 : t ? RF_TYPE_BF16 : RF_TYPE_F16, device = (uint32_t)kinds[k][0];
             MatmulCase rows = {type, 96, 130, 20, 1, device}, cols = {type, 32, 5, 66, 2, device},
-                       deep = {type, 1056, 17, 9, 0, device}; /* whose depth is cut over several blocks */
+                       deep = {type, 1056, 17, 20, 0, device}; /* whose depth is cut over several blocks */
             matmul_case(rows);
             matmul_case(cols);
             ExpertsCase experts = {type, 96, 20, 40, 2, 3, device, k % 2 == 0, true, false, true, true};
             experts_case(experts);
-            if (k % 2 == t || stride == 1) matmul_case(deep);
+            if (k % 2 == t || t == 2 || stride == 1) matmul_case(deep);
             float_ranges(type, device);
         }
         AttentionCase prompts[] = {{4, 2, 128, 128, 70, 40, RF_CACHE_F16, 0, (uint32_t)kinds[k][0]},
