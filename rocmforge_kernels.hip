@@ -282,7 +282,7 @@ RFK_DEVICE void rfk_compiler_fence() {
 #endif
 }
 
-/* v. What is computed from it is computed here: the compiler does not move it out of a loop and keep it in registers. */
+/* v. What is computed from it is computed here: the compiler does not do so before a loop and keep it in registers. */
 RFK_DEVICE uint32_t rfk_computed_here(uint32_t v) {
 #if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
     asm volatile("" : "+r"(v));
@@ -2713,9 +2713,9 @@ template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_de
 struct rfk_delta_chunk {
     float4 k[RFK_CHUNK][RFK_CHUNK_DIM / 4], q[RFK_CHUNK][RFK_CHUNK_DIM / 4]; /* of length 1 and scale */
     float4 v[RFK_CHUNK][RFK_CHUNK_COLS / 4];
-    /* Of row i: by what row j's update d counts in its output, and in d before that; the decay since the run began,
-     * and from here to its end. */
-    float read[RFK_CHUNK][RFK_CHUNK], seen[RFK_CHUNK][RFK_CHUNK], beta[RFK_CHUNK], decay[RFK_CHUNK], since[RFK_CHUNK];
+    /* Of row i: by what d of row j counts in its output, and in its own d; since: the decay since the chunk began. */
+    float read[RFK_CHUNK][RFK_CHUNK], seen[RFK_CHUNK][RFK_CHUNK];
+    float beta[RFK_CHUNK], decay[RFK_CHUNK], since[RFK_CHUNK];
     uint32_t own[RFK_CHUNK], from[RFK_CHUNK], to[RFK_CHUNK];
 };
 /* A lane's rows of its four columns: 4 of every 64. */
@@ -2749,8 +2749,8 @@ RFK_DEVICE float rfk_decay_between(const float (&decay)[RFK_CHUNK], uint32_t fro
 }
 /* Normalize the queries and keys of a chunk, in registers. */
 template <int WAVE>
-RFK_DEVICE void rfk_chunk_normalize(float (&k)[RFK_CHUNK][RFK_CHUNK_DIM / WAVE], float (&q)[RFK_CHUNK][RFK_CHUNK_DIM / WAVE],
-                                  const rfk_delta_args &a) {
+RFK_DEVICE void rfk_chunk_normalize(float (&k)[RFK_CHUNK][RFK_CHUNK_DIM / WAVE],
+                                    float (&q)[RFK_CHUNK][RFK_CHUNK_DIM / WAVE], const rfk_delta_args &a) {
     float squares[16];
     RFK_UNROLL(4)
     for (uint32_t i = 0; i < RFK_CHUNK; i++) {
@@ -2771,7 +2771,7 @@ RFK_DEVICE void rfk_chunk_normalize(float (&k)[RFK_CHUNK][RFK_CHUNK_DIM / WAVE],
 /* What rows of a chunk read of each other: lane 4 i + j has q of row i times k of row j, or k of both where j > i. */
 template <int WAVE>
 RFK_DEVICE void rfk_chunk_relate(rfk_delta_chunk &chunk, const float (&k)[RFK_CHUNK][RFK_CHUNK_DIM / WAVE],
-                               const float (&q)[RFK_CHUNK][RFK_CHUNK_DIM / WAVE], float own_decay, float own_beta) {
+                                 const float (&q)[RFK_CHUNK][RFK_CHUNK_DIM / WAVE], float own_decay, float own_beta) {
     const uint32_t lane = threadIdx.x % WAVE, i = lane / 4, j = lane % 4;
     float products[16], decay[RFK_CHUNK];
     RFK_UNROLL(4)
@@ -2839,7 +2839,7 @@ template <int WAVE> RFK_DEVICE void rfk_chunk_prepare(rfk_delta_chunk &chunk, co
 /* Load a tile of a state, or store it: of rows from 4 * `lane` on and four columns from col on. */
 template <bool LOAD>
 RFK_DEVICE void rfk_chunk_state(const rfk_delta_args &a, rfk_delta_tile &tile, uint32_t slot, uint32_t lane,
-                              uint32_t col) {
+                                uint32_t col) {
     float *state = a.state + ((size_t)(slot - 1) * a.n_heads + blockIdx.y) * a.head_dim * a.head_dim_v;
     lane = rfk_computed_here(lane), col = rfk_computed_here(col);
     RFK_UNROLL(8)
@@ -2878,8 +2878,7 @@ RFK_DEVICE void rfk_chunk_update(rfk_delta_tile &tile, const rfk_delta_chunk &ch
         }
     }
 }
-/* Keys and queries of a chunk times the tile: sum[2 (4 i + c)] of row i's key and column c, sum[2 (4 i + c) + 1] of its
- * query. */
+/* Keys and queries of a chunk times the tile: of row i's key and column c at 2 (4 i + c), of its query behind it. */
 RFK_DEVICE void rfk_chunk_products(float (&sum)[32], const rfk_delta_tile &tile, const rfk_delta_chunk &chunk,
                                  uint32_t lane) {
     RFK_UNROLL(4)
@@ -2888,7 +2887,8 @@ RFK_DEVICE void rfk_chunk_products(float (&sum)[32], const rfk_delta_tile &tile,
         for (uint32_t c = 0; c < 8; c++) sum[8 * i + c] = 0;
         RFK_UNROLL(2)
         for (uint32_t m = 0; m < RFK_CHUNK_ROWS; m += 4) {
-            const float4 k = chunk.k[i][m / 4 * RFK_CHUNK_LANES + lane], q = chunk.q[i][m / 4 * RFK_CHUNK_LANES + lane];
+            const uint32_t at = m / 4 * RFK_CHUNK_LANES + lane;
+            const float4 k = chunk.k[i][at], q = chunk.q[i][at];
             RFK_UNROLL(4)
             for (uint32_t c = 0; c < 4; c++) {
                 float *to = sum + 2 * (4 * i + c);
@@ -7357,11 +7357,11 @@ RFK_DEVICE void rfk_16bit_step(const rfk_16bit_shared<RFK_TERMS(BF16), COLS, W_T
 /* Store a wave's tiles of results, or this split's part of them. unit: [cols] scale, or NULL. */
 template <int WAVE, int RT, int CT, int COLS, class TILES>
 RFK_DEVICE void rfk_16bit_put(const TILES &tiles, const rfk_product &p, const typename TILES::columns &columns,
-                              const float *unit, uint32_t row0, uint32_t wave_row, uint32_t wave_col,
-                              const float (&sum)[RT][CT][256 / WAVE]) {
-    const int N = 256 / WAVE;
+                              const float *unit, uint32_t row0, const float (&sum)[RT][CT][256 / WAVE]) {
+    const int N = 256 / WAVE, ACROSS = 128 / WAVE;
     const rfk_tiles_args &t = rfk_tiles(tiles);
-    const uint32_t lane = threadIdx.x % WAVE;
+    const uint32_t lane = threadIdx.x % WAVE, wave = threadIdx.x / WAVE, wave_row = wave / ACROSS * (16 * RT),
+                   wave_col = wave % ACROSS * (16 * CT);
     float *part = t.part;
     if (part)
         part += (((size_t)blockIdx.y * gridDim.x + blockIdx.x) * t.n_splits + blockIdx.z) * RFK_SMALL_TILE_ROWS * COLS;
@@ -7414,7 +7414,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_16bit(rfk_16bit_args<TI
         if (k0 + RFK_16BIT_DEPTH < end) rfk_fetch_16bit(v, t.m, a.x, p, row0, columns, k0 + RFK_16BIT_DEPTH);
         rfk_16bit_step<WAVE, RT, CT, BF16, COLS, 1>(s, wave_row, wave_col, sum);
     }
-    rfk_16bit_put<WAVE, RT, CT, COLS>(a.tiles, p, columns, a.x.unit, row0, wave_row, wave_col, sum);
+    rfk_16bit_put<WAVE, RT, CT, COLS>(a.tiles, p, columns, a.x.unit, row0, sum);
 }
 
 /* The same for weights of float32: on their way to shared memory, W and x are both cut into three bf16, which hold all
@@ -7479,7 +7479,7 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_spl
             rfk_fetch_split(v, t.m, p, row0, blockIdx.x * COLS, k0 + RFK_16BIT_DEPTH);
         rfk_16bit_step<WAVE, RT, CT, true, COLS, 3>(s, wave_row, wave_col, sum);
     }
-    rfk_16bit_put<WAVE, RT, CT, COLS>(t, p, columns, NULL, row0, wave_row, wave_col, sum);
+    rfk_16bit_put<WAVE, RT, CT, COLS>(t, p, columns, NULL, row0, sum);
 }
 
 /* ==== 5 Attention ==================================================================================== >>attention
