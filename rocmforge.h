@@ -10055,7 +10055,7 @@ static void rfi_emit_kda(rfi_builder *b, const rfi_decoder *d, uint32_t in) {
     rf_op *op;
     for (uint32_t i = 0; i < 3; i++) {
         rfi_emit_matmul(b, d->q, in, rfi_bind_matrix(b, parts[i], n_embd, n, NULL), n, 0);
-        const rfi_wanted taps = {convs[i], t->n_taps, 1, n, 0, NULL, 1};
+        const rfi_wanted taps = {convs[i], t->n_taps, 1, n, 0, NULL, 1, 0};
         const uint32_t w = rfi_bind_wanted(b, &taps).id;
         op = rfi_op(b, RF_OP_CONV, d->q, d->q);
         op->weight = w;

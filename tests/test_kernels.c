@@ -576,7 +576,7 @@ static void check_attention_one(const rfi_kernels *k, uint32_t n_pos, uint32_t n
     for (uint64_t i = 0; i < n_tokens * q_stride; i++) q[i] = rnd_normal();
     for (uint64_t i = 0; i < n_tokens * out_stride; i++) out[i] = -77;
     const void *ks[] = {kh, kf, kq}, *vs[] = {vh, vf, vq};
-    rfi_attention a = {.q = q, .q_stride = q_stride, .k = ks[cache_type],
+    rfi_attention a = {.unit = 1, .q = q, .q_stride = q_stride, .k = ks[cache_type],
                        .v = vs[cache_type], .cells = cells, .n_cells = n_pos, .cache_type = cache_type, .n_tokens = n_tokens,
                        .n_pos = first, .n_group = n_group, .head_dim = dim, .head_dim_v = dim_v,
                        .scale = 1 / sqrtf((float)dim), .scratch = scratch, .out = out, .out_stride = out_stride};
