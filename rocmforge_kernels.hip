@@ -1784,7 +1784,8 @@ template <int WAVE, bool LATENT> static __global__ void RFK_THREADS(RFK_BLOCK) r
     if (!RFK_RUNS_WAVE(WAVE)) return;
     const uint32_t i = 4 * (blockIdx.x * RFK_BLOCK + threadIdx.x), n_k = a.n_kv_heads * a.head_dim;
     const bool key = LATENT || i < n_k, inside = i < n_k + (LATENT ? 0 : a.n_kv_heads * a.head_dim_v);
-    const uint32_t at = key ? i : i - n_k, dim = key ? a.head_dim : a.head_dim_v, head = at / dim, e = at % dim;
+    const uint32_t at = key ? i : i - n_k, dim = key || !inside ? a.head_dim : a.head_dim_v; /* never 0 */
+    const uint32_t head = at / dim, e = at % dim;
     const float *k = a.k + (size_t)blockIdx.y * a.k_stride, *v = a.v + (size_t)blockIdx.y * a.v_stride;
     const float *src = !LATENT           ? (key ? k : v) + at
                        : e < a.head_dim_v ? k + (size_t)head * a.head_dim_v + e
@@ -6572,10 +6573,13 @@ static __global__ void RFK_RESIDENT(RFK_FEW_WAVES *WAVE, 2) rfk_few(rfk_few_args
     case TYPE: \
         if (rfk_built<TYPE>::is) rfk_few_block<TYPE, WAVE, NARROW>(a, which, number, s); \
         break;
-    if (OTHER) rfk_few_block<RFK_OTHER, WAVE, NARROW>(a, which, number, s);
-    else switch (a.part[which].type) {
-        RFK_FUSED_TYPES(RFK_FEW_CASE)
-    default: break;
+    if (OTHER) {
+        rfk_few_block<RFK_OTHER, WAVE, NARROW>(a, which, number, s);
+    } else {
+        switch (a.part[which].type) {
+            RFK_FUSED_TYPES(RFK_FEW_CASE)
+        default: break;
+        }
     }
 #undef RFK_FEW_CASE
     if (a.norm_out && blockIdx.y == 0) rfk_few_norm_out(a, blockIdx.x * RFK_FEW_ROWS, RFK_FEW_ROWS, s.factor);
