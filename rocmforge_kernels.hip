@@ -6463,8 +6463,8 @@ RFK_DEVICE void rfk_few_wave(const rfk_few_args &a, const rfk_product &p, uint32
                              rfk_few_shared<WAVE> &s, float (&sum)[WAVE / 8][N]) {
     typedef rfk_fragments<TYPE> F;
     const int FETCHES = 64 / WAVE, SETS = WAVE / 32;
-    const uint32_t lane = threadIdx.x % WAVE, wave = threadIdx.x / WAVE, n_fragments = a.n_in / F::VALUES,
-                   lane0 = wave * (WAVE / RFK_FEW_WAVES);
+    const uint32_t thread = rfk_computed_here(threadIdx.x), lane = thread % WAVE, wave = thread / WAVE,
+                   n_fragments = a.n_in / F::VALUES, lane0 = wave * (WAVE / RFK_FEW_WAVES);
     typename F::loaded raw[SETS][FETCHES];
     rfk_fragment_at at[SETS][FETCHES];
     RFK_UNROLL(2)
@@ -6543,13 +6543,14 @@ RFK_DEVICE float rfk_few_tile(const rfk_few_args &a, const rfk_product &p, uint3
 /* A tile of product `which`, or of gate and up in turn: in a loop, because a tile is much code. */
 template <int TYPE, int WAVE, bool NARROW>
 RFK_DEVICE void rfk_few_block(const rfk_few_args &a, uint32_t which, uint32_t number, rfk_few_shared<WAVE> &s) {
-    const uint32_t row0 = number * RFK_FEW_ROWS, row = row0 + threadIdx.x % RFK_FEW_ROWS,
-                   c = threadIdx.x / RFK_FEW_ROWS, col = blockIdx.x * RFK_FEW_ROWS + c;
+    const uint32_t row0 = number * RFK_FEW_ROWS;
     float gate = 0;
     RFK_UNROLL(1)
     for (uint32_t i = 0; i < (a.glu ? 2u : 1u); i++) {
         const rfk_product &p = a.part[which + i];
         const float v = rfk_few_tile<TYPE, WAVE, NARROW>(a, p, row0, i == 0, s);
+        const uint32_t thread = rfk_computed_here(threadIdx.x), row = row0 + thread % RFK_FEW_ROWS,
+                       c = thread / RFK_FEW_ROWS, col = blockIdx.x * RFK_FEW_ROWS + c;
         if (c >= RFK_FEW_ROWS || col >= a.n_cols || row >= p.n_out) continue;
         const float product = rfk_mul(v, s.factor[c]);
         if (i) (void)rfk_put_glu(a.part[0], p, row, col, gate, product);
