@@ -732,10 +732,11 @@ typedef struct rf_token_row {
 /* Run rows through the model; each is appended to its sequence. Prefill (a prompt), decode (one token), and continuous
  * batching (one token of each of many sequences) are all this call; it is cut into micro-batches of n_batch rows.
  *   rows    in   [n_rows], n_rows >= 1, at most n_logits_max of them with want_logits
- * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_CONTEXT_FULL; RF_ERR_CANCELLED; errors of loading a weight; RF_ERR_DEVICE.
- *         On failure every sequence is as long as before the call, and no logits are kept. One exception, where layers
- *         keep a window only (rf_session_desc.swa_full): a sequence to which the call had added more than n_batch rows
- *         may be empty instead; the text says so.
+ * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_CONTEXT_FULL; RF_ERR_CANCELLED; RF_ERR_UNSUPPORTED (an embedding, where layers
+ *         look up the token); errors of loading a weight; RF_ERR_DEVICE. On failure every sequence is as long as
+ *         before the call, and no logits are kept. One exception, where layers keep a window only
+ *         (rf_session_desc.swa_full): a sequence to which the call had added more than n_batch rows may be empty
+ *         instead; the text says so.
  * Memory none.   Cost: each weight is read once per micro-batch; attention reads each sequence's KV cache. */
 ROCMFORGE_API rf_result rf_session_eval(rf_session *s, const rf_token_row *rows, uint32_t n_rows, rf_error *err);
 
@@ -19144,7 +19145,7 @@ static rf_result rfi_eval_check(rf_session *s, const rf_token_row *rows, uint32_
         if ((mtp || !row->embedding) && (row->token < 0 || (uint32_t)row->token >= n_vocab))
             return rfi_fail(err, RF_ERR_ARGUMENT, i, "rf_session_eval: row %u: token %d, want 0 to %u", i, row->token,
                             n_vocab - 1);
-        if (row->embedding && (s->m->config.n_layer_input || s->m->config.ngram.n_heads))
+        if (row->embedding && (s->m->config.n_layer_input || s->m->config.ngram.n_heads || s->m->config.moe.n_hash))
             return rfi_fail(err, RF_ERR_UNSUPPORTED, i, "rf_session_eval: row %u: layers of this model look up the "
                             "token, an embedding has none", i);
         if (s->m->config.both_ways && s->lengths[row->seq])

@@ -80,6 +80,22 @@ static void test_batches(void) {
     }
 }
 
+/* Floats instead of a token are refused where layers look the token up: n-grams of qwen4exp, experts of deepseek4. */
+static void test_tokens_needed(void) {
+    for (size_t k = 0; k < RFT_COUNT(models); k++) {
+        static float row[1024];
+        const int refused = strstr(models[k], "qwen4exp") || strstr(models[k], "deepseek4");
+        rig r;
+        if (!open_rig(&r, models[k], NULL, NULL)) continue;
+        rf_session *s = session(&r, &(rf_session_desc){.n_ctx = 8});
+        const rf_result res = rf_session_eval(s, &(rf_token_row){.embedding = row, .pos = RF_POS_NEXT}, 1, &r.err);
+        CHECK(refused ? res == RF_ERR_UNSUPPORTED && strstr(r.err.text, "look up the token") && rf_session_length(s, 0) == 0 : res == RF_OK,
+              "%s: %d %s", models[k], (int)res, r.err.text);
+        rf_session_close(s, NULL);
+        rig_close(&r);
+    }
+}
+
 /* Rows of three sequences mixed in a step are as if each were alone. */
 static void test_neighbours(void) {
     for (size_t k = 0; k < RFT_COUNT(models); k++) {
@@ -896,6 +912,7 @@ int main(int argc, char **argv) {
         RUN(test_match_and_trim_ops);
         RUN(test_wide_delta);
         RUN(test_slice_op);
+        RUN(test_tokens_needed);
         RUN(test_batches);
         RUN(test_neighbours);
         RUN(test_cut);
