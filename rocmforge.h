@@ -8919,6 +8919,14 @@ static void rfi_config_mtp(rfi_key_reader *k, rfi_config *c, uint32_t n_mtp) {
     c->n_layers++;
 }
 
+/* Whether a block is an MTP head. Files of deepseek4 may name heads that are elsewhere, and do not count them. */
+static int rfi_config_has_head(const rfi_key_reader *k, uint32_t block) {
+    char name[48];
+    rf_tensor_info t;
+    snprintf(name, sizeof name, "blk.%u.nextn.eh_proj.weight", block);
+    return rf_gguf_find_tensor(k->g, name, &t, NULL) == RF_OK;
+}
+
 /* Read everything, of the model or of its MTP head. c->layers is allocated with the file's allocator, also on failure;
  * the caller frees it. */
 static rf_result rfi_config_read(const rf_gguf *g, int is_mtp, rfi_config *c, rf_error *err) {
@@ -8934,6 +8942,7 @@ static rf_result rfi_config_read(const rf_gguf *g, int is_mtp, rfi_config *c, rf
     const rfi_arch *arch = c->arch;
     const rfi_uint_key mtp = {"nextn_predict_layers", 0, c->n_blocks - 1, 0, 0};
     if (arch->moe || arch->recurrent) rfi_key_uint(k, &mtp, &n_mtp);
+    if (n_mtp && arch->compressed && !rfi_config_has_head(k, c->n_blocks - n_mtp)) n_mtp = 0;
     c->n_layers = c->n_blocks - n_mtp;
     if (is_mtp) rfi_config_mtp(k, c, n_mtp);
     rfi_key_uint(k, &n_embd, &c->n_embd);

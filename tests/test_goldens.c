@@ -296,6 +296,32 @@ static void test_refused_keys(void) {
     refused("deepseek4", "blk.0.ffn_gate_tid2eid.weight", 20, RF_TYPE_F32, RF_ERR_UNSUPPORTED); /* ids that are no integers */
 }
 
+/* deepseek4's files may name an MTP head that they neither have nor count among their blocks: no layer is left out for it. */
+static void test_heads_elsewhere(void) {
+    static const char key[] = "deepseek4.nextn_predict_layers";
+    static char bytes[200064];
+    rf_gguf *file = NULL;
+    rf_device *d = NULL;
+    rf_model *m = NULL;
+    rf_error err = {0};
+    FILE *f = fopen("tests/family/deepseek4.gguf", "rb");
+    const size_t n = f ? fread(bytes + 64, 1, sizeof bytes - 64, f) : 0;
+    if (f) fclose(f);
+    REQUIRE(n > 24 && n < sizeof bytes - 64, "deepseek4.gguf");
+    memmove(bytes, bytes + 64, 24); /* header; then the key, and one more, so that tensors stay aligned */
+    bytes[16] = (char)(bytes[16] + 2);
+    memset(bytes + 24, 0, 64);
+    bytes[24] = sizeof key - 1, memcpy(bytes + 32, key, sizeof key - 1);
+    bytes[62] = RF_KV_U32, bytes[66] = 1, bytes[70] = 2, bytes[78] = bytes[79] = 'z', bytes[80] = RF_KV_U32;
+    CHECK(rf_gguf_open_memory(bytes, n + 64, NULL, &file, &err) == RF_OK && rf_device_open("cpu", NULL, &d, &err) == RF_OK &&
+          rf_model_open(file, d, NULL, &m, &err) == RF_OK, "%s", err.text);
+    CHECK(rf_model_get_info(m).n_layers == 3, "%u layers", rf_model_get_info(m).n_layers);
+    rf_model_close(m, NULL);
+    CHECK(rf_model_open(file, d, &(rf_model_desc){.mtp = 1}, &m, &err) == RF_ERR_NOT_FOUND, "%s", err.text);
+    rf_device_close(d, NULL);
+    rf_gguf_close(file, NULL);
+}
+
 /* An indexer that is not supported: contexts that it leaves whole, and an error for longer ones. */
 static void test_context_left_whole(void) {
     rf_gguf *file = NULL;
@@ -322,6 +348,7 @@ int main(int argc, char **argv) {
         if (devices[d].usable && devices[d].is_gpu) devices[n_gpus++] = devices[d];
     }
     RUN(test_refused_keys);
+    RUN(test_heads_elsewhere);
     RUN(test_context_left_whole);
     const size_t n_families = sizeof families / sizeof *families, n_encoders = sizeof encoders / sizeof *encoders;
     for (size_t i = 0; i < n_families + n_encoders; i++) {
