@@ -2444,7 +2444,7 @@ typedef struct rf_plan_members {
     const rf_mem *blocks; /* [n] by shared_create, at first zeros: head, {value, turn} [2][n][RF_SUM_FLAGGED], floats
                              [2][n][n_batch * widest sum] */
     uint32_t *trouble;    /* [RF_TROUBLE_WORDS * (1 + n)] host memory of all members, at first 0. [0]: the epoch in
-                             which nobody waits any more, or RF_NO_EPOCH: in none. Then each member's words */
+                             which nobody waits any more; RF_NO_EPOCH: every one. Then each member's words */
     uint32_t turn, epoch; /* of the plan_run to come: that of sum 0; a number of its own for each step, not 0 */
 } rf_plan_members;
 #define RF_TROUBLE_WORDS 8u
@@ -17278,6 +17278,7 @@ static const char *rfi_shard_why_matmul(const rfi_sharing *s, const rf_op *op) {
     if (out != RFI_WHOLE)
         return rfi_shard_fits(s, out, op->matmul.n_out) ? NULL : "fewer KV heads or columns than devices, or odd ones";
     if (op->matmul.softcap != 0) return "a softcap of a sum";
+    if (op->matmul.n_out % 4) return "a sum of rows that are no multiple of 4 values";
     if (!rfi_shard_fits(s, in, n)) return "fewer KV heads or columns than devices, or odd ones";
     n = rfi_shard_unit(s, in, n);
     return n % type.block_elements || n % 32 ? "its rows would be cut within blocks of its type" : NULL;
@@ -17302,8 +17303,8 @@ static const char *rfi_shard_why(const rfi_sharing *s, const rf_op *op) {
                        op->norm.n_groups % s->n_kv_heads ? "a norm over parts" : NULL;
     case RF_OP_MATMUL: return rfi_shard_why_matmul(s, op);
     case RF_OP_ROPE:
-        return in == RFI_COLUMNS || (in == RFI_HEADS && op->rope.n_heads % s->n_kv_heads) ? "heads of no KV head"
-                                                                                          : NULL;
+        return in == RFI_COLUMNS || (in == RFI_HEADS && (!s->n_kv_heads || op->rope.n_heads % s->n_kv_heads))
+                   ? "heads of no KV head" : NULL;
     case RF_OP_KV_STORE:
         return op->flags & RF_OP_MLA || op->in2 == RF_NONE || op->kv_store.n_kv_heads != s->n_kv_heads
                    ? "latent keys, or layers with other numbers of KV heads" : NULL;

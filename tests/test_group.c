@@ -298,6 +298,26 @@ static void test_tensors_refused(void) {
         snprintf(name, sizeof name, "tensors %s", wrong[i][1]);
         CHECK(speak_on(wrong[i][0], NULL, name, NULL, &got, &err) == RF_ERR_UNSUPPORTED && strstr(err.text, wrong[i][2]), "%s on %s: %s", wrong[i][0], name, err.text);
     }
+    rig r; /* sums of rows that are no whole float4, and keys that no attention reads */
+    mg_buf file = {0};
+    const rf_device_desc dd = {.split = RF_SPLIT_TENSORS};
+    mg_llama(&file, &(mg_options){.type = MG_F32, .n_layers = 1, .n_embd = 50, .n_heads = 4, .n_kv_heads = 2, .head_dim = 32, .n_ff = 160, .seed = 9});
+    CHECK(rig_try(&r, &(rig_how){.file = &file, .device = "hip:0,2", .device_desc = &dd}) == RF_ERR_UNSUPPORTED && strstr(r.err.text, "attn_output.weight) cannot be split"), "%s", r.err.text);
+    mg_free(&file);
+    rf_device *d = NULL;
+    rf_dev *dev = NULL;
+    REQUIRE(rf_device_open("hip:0,2", &dd, &d, &err) == RF_OK, "%s", err.text);
+    const rf_device_api *api = rf_device_get_api(d, &dev);
+    const rf_plan_buffer buffer = {"k", RF_ROWS_TOKENS, 64};
+    const rf_plan_state state = {.n_kv_heads = 2, .head_dim = 32};
+    const float table[16] = {0};
+    const rf_op ops[] = {{.kind = RF_OP_ROPE, .in2 = RF_NONE, .in3 = RF_NONE, .weight = RF_NONE, .bias = RF_NONE, .factor = RF_NONE,
+                          .rope = {.n_heads = 2, .head_dim = 32, .n_rot = 32, .scale = 1}},
+                         {.kind = RF_OP_KV_STORE, .in2 = RF_NONE, .in3 = RF_NONE, .out = RF_NONE, .weight = RF_NONE, .bias = RF_NONE, .factor = RF_NONE,
+                          .kv_store = {2, 32, 0}}};
+    const rf_plan plan = {.ops = ops, .n_ops = 2, .buffers = &buffer, .n_buffers = 1, .states = &state, .n_states = 1, .tables = table, .n_tables = 16, .n_layers = 1, .n_vocab = 1};
+    CHECK(api->op_supported(dev, &plan, &ops[0], &err) == RF_ERR_UNSUPPORTED && strstr(err.text, "heads of no KV head"), "%s", err.text);
+    rf_device_close(d, NULL);
     hip_emu_peers(HIP_EMU_PEERS_REFUSED);
     CHECK(speak_on(wrong[2][0], NULL, "tensors hip:0,2", NULL, &got, &err) == RF_ERR_UNSUPPORTED && strstr(err.text, "no peer access"), "%s", err.text);
     hip_emu_peers(HIP_EMU_PEERS_OK);
