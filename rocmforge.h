@@ -466,10 +466,11 @@ ROCMFORGE_API rf_result rf_device_list(rf_device_info *out, uint32_t capacity, u
  *              Activations go from GPU to GPU by peer access if a copy of 64 KiB passes a test within a second, else
  *              through pinned host memory: then rf_device_info.note says why. A call with rows for several
  *              micro-batches keeps all GPUs at work. The bits are those of one device where all are alike. At most
- *              16; the name has at most 63 bytes. desc.split RF_SPLIT_TENSORS splits layers themselves. A failure
- *              names the member
+ *              16; the name has at most 63 bytes. With desc.split RF_SPLIT_TENSORS layers themselves are split
+ *              (rf_split). A failure names the member
  *   desc  in   NULL = defaults;   out  receives the object, NULL on failure
- * Returns RF_OK; RF_ERR_NOT_FOUND (no such device: the text lists what there is); RF_ERR_DEVICE; RF_ERR_MEMORY.
+ * Returns RF_OK; RF_ERR_NOT_FOUND (no such device: the text lists what there is); RF_ERR_ARGUMENT (desc.split);
+ * RF_ERR_UNSUPPORTED (devices that do not split by tensors); RF_ERR_DEVICE; RF_ERR_MEMORY.
  * Memory: the CPU device keeps n_threads - 1 sleeping threads.   Threads any; the object may be shared. */
 ROCMFORGE_API rf_result rf_device_open(const char *name, const rf_device_desc *desc, rf_device **out, rf_error *err);
 
@@ -668,8 +669,8 @@ typedef struct rf_session_desc {
                               the largest batch need; a sequence cannot be cut back far (rf_session_truncate). 1 = keep
                               n_ctx positions; it can be cut back to any, unless it was restored from a session that
                               kept fewer. The logits are the same bits.                                          */
-    uint32_t n_snapshots;  /* recurrent models: older states that a sequence keeps, to be cut back to; 0 = 4, or
-                              1 if n_seq_max > 1                                                                 */
+    uint32_t n_snapshots;  /* recurrent models, and deepseek4: older states that a sequence keeps, to be cut back to;
+                              0 = 4, or 1 if n_seq_max > 1                                                       */
     uint32_t mtp;          /* 1: for rf_drafter_desc.mtp: hidden rows of all tokens come to the host, n_embd floats
                               each, as a model whose file has an MTP head needs for it                           */
 } rf_session_desc;
@@ -777,10 +778,10 @@ ROCMFORGE_API rf_result rf_session_sync(rf_session *s, int32_t seq, const int32_
  * Sliding windows (SWA), without rf_session_desc.swa_full: positions more than n_batch tokens before the furthest one
  * that the sequence ever had may be gone; then *kept is 0. A sequence that was never longer than the window can be cut
  * anywhere. A restored one can be cut back as far as the saved one could, if the session's n_batch is no smaller.
- * Recurrent models: the sequence goes back to the last state that it kept. It keeps n_snapshots of them, spread over
- * its length: at every 256th token, before the last token of the last rf_session_eval with several, after its rows that
- * asked for logits, and a few of those evaluated one at a time. A restored sequence has the state that was saved, no
- * older ones.
+ * Recurrent models, and deepseek4, whose blocks are sums: the sequence goes back to the last state that it kept. It
+ * keeps n_snapshots of them, spread over its length: at every 256th token, before the last token of the last
+ * rf_session_eval with several, after its rows that asked for logits, and a few of those evaluated one at a time. A
+ * restored sequence has the state that was saved, no older ones.
  * Returns RF_OK; RF_ERR_ARGUMENT (seq).   Memory none.   Cost O(1). */
 ROCMFORGE_API rf_result rf_session_truncate(rf_session *s, int32_t seq, uint32_t n_keep, uint32_t *kept, rf_error *err);
 
@@ -854,7 +855,7 @@ typedef struct rf_session_io {
 ROCMFORGE_API uint64_t rf_session_save_bytes(const rf_session *s, int32_t seq);
 
 /* Save a sequence: its tokens, its KV cache (of layers with a sliding window what the session still needs, to go on or
- * to be cut back) or its recurrent state, what identifies the model, and a checksum.
+ * to be cut back) and its recurrent state, what identifies the model, and a checksum.
  * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_IO (write_fn); RF_ERR_DEVICE. The sequence is unchanged.   Memory none.
  * Cost: copies its KV cache from the device. */
 ROCMFORGE_API rf_result rf_session_save(rf_session *s, int32_t seq, const rf_session_io *io, rf_error *err);
@@ -8284,8 +8285,8 @@ static void rfi_config_refuse(rfi_key_reader *k, rfi_config *c) {
     int64_t causal = 1;
     if (rfi_key_read(k, "attention.causal", 0)) rf_kv_int(&k->kv, 0, &causal, NULL);
     c->both_ways = c->arch->encoder || c->arch->both_ways || !causal;
-    if (c->both_ways && c->arch->recurrent)
-        rfi_key_fail(k, RF_ERR_UNSUPPORTED, "false: recurrent layers without a causal order are not supported");
+    if (c->both_ways && (c->arch->recurrent || c->arch->compressed))
+        rfi_key_fail(k, RF_ERR_UNSUPPORTED, "false: recurrent layers and blocks without a causal order are not supported");
 }
 
 /* What a graph may depend on: the keys that begin so. */

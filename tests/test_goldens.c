@@ -296,30 +296,43 @@ static void test_refused_keys(void) {
     refused("deepseek4", "blk.0.ffn_gate_tid2eid.weight", 20, RF_TYPE_F32, RF_ERR_UNSUPPORTED); /* ids that are no integers */
 }
 
-/* deepseek4's files may name an MTP head that they neither have nor count among their blocks: no layer is left out for it. */
-static void test_heads_elsewhere(void) {
-    static const char key[] = "deepseek4.nextn_predict_layers";
-    static char bytes[200064];
-    rf_gguf *file = NULL;
-    rf_device *d = NULL;
-    rf_model *m = NULL;
-    rf_error err = {0};
-    FILE *f = fopen("tests/family/deepseek4.gguf", "rb");
-    const size_t n = f ? fread(bytes + 64, 1, sizeof bytes - 64, f) : 0;
+/* Open a family's file with one more key, a bool or a number; and a key of filling, so that tensors stay aligned. */
+static rf_result open_with_key(const char *family, const char *key, uint32_t type, uint32_t value, running *r, rf_error *err) {
+    static char bytes[200000];
+    const uint64_t len = strlen(key), n_value = type == RF_KV_BOOL ? 1 : 4, n_fill = 1 + (111 - (12 + len + n_value)) % 32, all = 28 + len + n_value + n_fill;
+    const uint32_t fill = RF_KV_U32;
+    char path[96], *at = bytes + 24;
+    snprintf(path, sizeof path, "tests/family/%s.gguf", family);
+    FILE *f = fopen(path, "rb");
+    const size_t n = f ? fread(bytes, 1, sizeof bytes, f) : 0;
     if (f) fclose(f);
-    REQUIRE(n > 24 && n < sizeof bytes - 64, "deepseek4.gguf");
-    memmove(bytes, bytes + 64, 24); /* header; then the key, and one more, so that tensors stay aligned */
-    bytes[16] = (char)(bytes[16] + 2);
-    memset(bytes + 24, 0, 64);
-    bytes[24] = sizeof key - 1, memcpy(bytes + 32, key, sizeof key - 1);
-    bytes[62] = RF_KV_U32, bytes[66] = 1, bytes[70] = 2, bytes[78] = bytes[79] = 'z', bytes[80] = RF_KV_U32;
-    CHECK(rf_gguf_open_memory(bytes, n + 64, NULL, &file, &err) == RF_OK && rf_device_open("cpu", NULL, &d, &err) == RF_OK &&
-          rf_model_open(file, d, NULL, &m, &err) == RF_OK, "%s", err.text);
-    CHECK(rf_model_get_info(m).n_layers == 3, "%u layers", rf_model_get_info(m).n_layers);
-    rf_model_close(m, NULL);
-    CHECK(rf_model_open(file, d, &(rf_model_desc){.mtp = 1}, &m, &err) == RF_ERR_NOT_FOUND, "%s", err.text);
-    rf_device_close(d, NULL);
-    rf_gguf_close(file, NULL);
+    if (n < 24 || n + all > sizeof bytes || all % 32) return RF_ERR_IO;
+    memmove(at + all, at, n - 24);
+    memset(at, 'z', all);
+    memcpy(at, &len, 8), memcpy(at + 8, key, len), memcpy(at + 8 + len, &type, 4), memcpy(at + 12 + len, &value, n_value);
+    at += 12 + len + n_value;
+    memcpy(at, &n_fill, 8), memcpy(at + 8 + n_fill, &fill, 4);
+    bytes[16] = (char)(bytes[16] + 2); /* keys, of fewer than 126 */
+    rf_result code = rf_gguf_open_memory(bytes, n + all, NULL, &r->file, err);
+    if (!code) code = rf_device_open("cpu", NULL, &r->device, err);
+    return code ? code : rf_model_open(r->file, r->device, NULL, &r->model, err);
+}
+
+/* Keys of deepseek4: attention is causal; and a file may name an MTP head that it neither has nor counts among its
+ * blocks, for which no layer is left out. */
+static void test_more_keys(void) {
+    running r = {0}, other = {0}, third = {0};
+    rf_error err = {0};
+    rf_model *head = NULL;
+    CHECK(open_with_key("deepseek4", "deepseek4.nextn_predict_layers", RF_KV_U32, 1, &r, &err) == RF_OK, "%s", err.text);
+    CHECK(rf_model_get_info(r.model).n_layers == 3, "%u layers", rf_model_get_info(r.model).n_layers);
+    CHECK(rf_model_open(r.file, r.device, &(rf_model_desc){.mtp = 1}, &head, &err) == RF_ERR_NOT_FOUND, "%s", err.text);
+    end(&r);
+    CHECK(open_with_key("deepseek4", "deepseek4.attention.causal", RF_KV_BOOL, 1, &other, &err) == RF_OK, "%s", err.text);
+    end(&other);
+    CHECK(open_with_key("deepseek4", "deepseek4.attention.causal", RF_KV_BOOL, 0, &third, &err) == RF_ERR_UNSUPPORTED &&
+          strstr(err.text, "attention.causal"), "%s", err.text);
+    end(&third);
 }
 
 /* An indexer that is not supported: contexts that it leaves whole, and an error for longer ones. */
@@ -348,7 +361,7 @@ int main(int argc, char **argv) {
         if (devices[d].usable && devices[d].is_gpu) devices[n_gpus++] = devices[d];
     }
     RUN(test_refused_keys);
-    RUN(test_heads_elsewhere);
+    RUN(test_more_keys);
     RUN(test_context_left_whole);
     const size_t n_families = sizeof families / sizeof *families, n_encoders = sizeof encoders / sizeof *encoders;
     for (size_t i = 0; i < n_families + n_encoders; i++) {
