@@ -17486,8 +17486,6 @@ static rf_result rfi_probe_copy(rfi_probe *p, uint8_t *bytes, int *hangs, rf_err
 
 /* Can member m copy from member o? If not the note says why: peer-to-peer copies hang or are wrong on some hosts.
  * After one that hangs none is tried any more. */
-static void rfi_group_host_release(rf_dev *d, void *host);
-static rf_result rfi_group_host_create(rf_dev *d, uint64_t size_bytes, void **out, rf_error *err);
 static rf_result rfi_group_probe(rfi_group *g, uint32_t m, uint32_t o, uint8_t *bytes, rf_error *err) {
     rfi_member *to = &g->members[m], *from = &g->members[o];
     rfi_probe *p = NULL;
@@ -17523,6 +17521,9 @@ static rf_result rfi_group_find_peers(rfi_group *g, rf_error *err) {
 }
 
 /* ---- open and close ---- */
+
+static void rfi_group_host_release(rf_dev *d, void *host);
+static rf_result rfi_group_host_create(rf_dev *d, uint64_t size_bytes, void **out, rf_error *err);
 
 /* By tensors: each member's kernels write into the memory of all others. */
 static rf_result rfi_group_open_shards(rfi_group *g, rf_error *err) {
@@ -18293,7 +18294,7 @@ static rf_result rfi_shards_prepare(rfi_group_plan *p, uint32_t *segment_ops, ui
     uint32_t *shard_ops = (uint32_t *)rfi_alloc(&g->alloc, 2ull * p->bind.plan->n_ops, sizeof *shard_ops, "segments",
                                                 err);
     if (!shard_ops) return RF_ERR_MEMORY;
-    for (uint32_t m = g->n; r == RF_OK && m-- > 0;) {
+    for (uint32_t m = g->n; r == RF_OK && m-- > 0;) { /* the first one last: its segments stay in shard_ops */
         rf_plan_bind own = p->bind;
         own.plan = &p->shards[m].plan;
         own.table = rfi_group_table_of(p->bind.table)->tables[m];
