@@ -435,9 +435,9 @@ typedef struct rf_device_info {
  * attention and columns of the FFN, of which it holds the weights and the KV cache; the embedding is on all of them,
  * the output matrix on the first. Two sums over all GPUs a layer join the parts, so that a token takes less time, too:
  * by a kernel on each that writes into the others' memory. For GPUs with peer access, and dense models of attention and
- * gated FFNs without fused tensors; others are refused by name when the model is opened. Results are those of one
- * device but for rounding, with the same bits in every run. If a GPU waits for another in vain, some 20 seconds, that
- * is an error that names both; the device is lost then. */
+ * FFNs without fused tensors; others are refused by name when the model is opened. Results are those of one device but
+ * for rounding, with the same bits in every run. If a GPU waits for another in vain, some 20 seconds, that is an error
+ * that names both; the device is lost then. */
 typedef enum rf_split { RF_SPLIT_LAYERS = 0, RF_SPLIT_TENSORS = 1 } rf_split;
 
 typedef struct rf_device_desc {
