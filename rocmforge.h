@@ -8503,7 +8503,8 @@ static void rfi_config_layers(rfi_key_reader *k, rfi_config *c) {
     const int scan = t && t->kind >= RFI_MAMBA,
               by_heads = t && t->kind != RFI_DELTA_NET && t->kind != RFI_LIGHTNING && !t->beside;
     const rfi_uint_key heads = {"attention.head_count", !by_heads, 1 << 14, 0, 1},
-                       ff = {"feed_forward_length", !t || !(t->only || t->one_part), 1 << 24, 0, 1};
+                       ff = {"feed_forward_length", !c->arch->compressed && !(t && (t->only || t->one_part)), 1 << 24, 0,
+                             !c->arch->compressed}; /* of which all layers have experts */
     int rotate = !c->arch->learned_positions && !c->arch->relative_bias && c->arch->alibi == 0 &&
                  !(c->arch->rope_by_depth && c->n_layers != 32);
     if (c->arch->rope_switch) rfi_key_bool(k, "rope.scaling.finetuned", 1, 0, &rotate);

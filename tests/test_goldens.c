@@ -259,9 +259,10 @@ static void test_encoder(void) {
     end(&r);
 }
 
+static char bytes[200000]; /* of a family's file */
+
 /* A family's file with another byte, so far behind the name of a key: an error that names the key. */
 static void refused(const char *family, const char *key, size_t behind, int byte, rf_result code) {
-    static char bytes[200000];
     char path[96];
     rf_gguf *file = NULL;
     rf_device *d = NULL;
@@ -296,9 +297,14 @@ static void test_refused_keys(void) {
     refused("deepseek4", "blk.0.ffn_gate_tid2eid.weight", 20, RF_TYPE_F32, RF_ERR_UNSUPPORTED); /* ids that are no integers */
 }
 
+static rf_result open_bytes(size_t n, running *r, rf_error *err) {
+    rf_result code = rf_gguf_open_memory(bytes, n, NULL, &r->file, err);
+    if (!code) code = rf_device_open("cpu", NULL, &r->device, err);
+    return code ? code : rf_model_open(r->file, r->device, NULL, &r->model, err);
+}
+
 /* Open a family's file with one more key, a bool or a number; and a key of filling, so that tensors stay aligned. */
 static rf_result open_with_key(const char *family, const char *key, uint32_t type, uint32_t value, running *r, rf_error *err) {
-    static char bytes[200000];
     const uint64_t len = strlen(key), n_value = type == RF_KV_BOOL ? 1 : 4, n_fill = 1 + (111 - (12 + len + n_value)) % 32, all = 28 + len + n_value + n_fill;
     const uint32_t fill = RF_KV_U32;
     char path[96], *at = bytes + 24;
@@ -313,15 +319,14 @@ static rf_result open_with_key(const char *family, const char *key, uint32_t typ
     at += 12 + len + n_value;
     memcpy(at, &n_fill, 8), memcpy(at + 8 + n_fill, &fill, 4);
     bytes[16] = (char)(bytes[16] + 2); /* keys, of fewer than 126 */
-    rf_result code = rf_gguf_open_memory(bytes, n + all, NULL, &r->file, err);
-    if (!code) code = rf_device_open("cpu", NULL, &r->device, err);
-    return code ? code : rf_model_open(r->file, r->device, NULL, &r->model, err);
+    return open_bytes(n + all, r, err);
 }
 
-/* Keys of deepseek4: attention is causal; and a file may name an MTP head that it neither has nor counts among its
- * blocks, for which no layer is left out. */
+/* Keys of deepseek4: attention is causal; a file may name an MTP head that it neither has nor counts among its blocks, for
+ * which no layer is left out; and not say how wide an FFN without experts is, of which it has none. */
 static void test_more_keys(void) {
-    running r = {0}, other = {0}, third = {0};
+    static const char width[] = "deepseek4.feed_forward_length";
+    running r = {0}, other = {0}, third = {0}, last = {0};
     rf_error err = {0};
     rf_model *head = NULL;
     CHECK(open_with_key("deepseek4", "deepseek4.nextn_predict_layers", RF_KV_U32, 1, &r, &err) == RF_OK, "%s", err.text);
@@ -333,6 +338,14 @@ static void test_more_keys(void) {
     CHECK(open_with_key("deepseek4", "deepseek4.attention.causal", RF_KV_BOOL, 0, &third, &err) == RF_ERR_UNSUPPORTED &&
           strstr(err.text, "attention.causal"), "%s", err.text);
     end(&third);
+    FILE *f = fopen("tests/family/deepseek4.gguf", "rb");
+    const size_t n = f ? fread(bytes, 1, sizeof bytes, f) : 0;
+    if (f) fclose(f);
+    size_t at = 0;
+    while (at + sizeof width < n && memcmp(bytes + at, width, sizeof width - 1) != 0) at++;
+    bytes[at + sizeof width - 2] = 'x'; /* another key */
+    CHECK(at + sizeof width < n && open_bytes(n, &last, &err) == RF_OK, "%s", err.text);
+    end(&last);
 }
 
 /* An indexer that is not supported: contexts that it leaves whole, and an error for longer ones. */
