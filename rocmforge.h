@@ -8501,10 +8501,10 @@ static void rfi_config_recurrent(rfi_key_reader *k, rfi_config *c) {
 static void rfi_config_layers(rfi_key_reader *k, rfi_config *c) {
     const rfi_recurrent_arch *t = c->arch->recurrent;
     const int scan = t && t->kind >= RFI_MAMBA,
-              by_heads = t && t->kind != RFI_DELTA_NET && t->kind != RFI_LIGHTNING && !t->beside;
+              by_heads = t && t->kind != RFI_DELTA_NET && t->kind != RFI_LIGHTNING && !t->beside,
+              dense = !c->arch->compressed; /* all layers of deepseek4 have experts */
     const rfi_uint_key heads = {"attention.head_count", !by_heads, 1 << 14, 0, 1},
-                       ff = {"feed_forward_length", !c->arch->compressed && !(t && (t->only || t->one_part)), 1 << 24, 0,
-                             !c->arch->compressed}; /* of which all layers have experts */
+                       ff = {"feed_forward_length", dense && !(t && (t->only || t->one_part)), 1 << 24, 0, dense};
     int rotate = !c->arch->learned_positions && !c->arch->relative_bias && c->arch->alibi == 0 &&
                  !(c->arch->rope_by_depth && c->n_layers != 32);
     if (c->arch->rope_switch) rfi_key_bool(k, "rope.scaling.finetuned", 1, 0, &rotate);
