@@ -532,8 +532,8 @@ typedef struct rf_model_desc {
                                    sessions and until the device is closed; on the CPU the device's threads do it */
     uint32_t expert_prefetch;   /* 1: idle readers fill free room in the expert cache, the likeliest first  */
     uint32_t mtp;               /* 1: the file's head for multi-token prediction (MTP) in place of the model, for
-                                   rf_drafter_desc.mtp. It has its own copies of the embedding and the output matrix
-                                   where the device needs copies. Known are those of qwen35, qwen35moe, qwen3next,
+                                   rf_drafter_desc.mtp. What it has in common with the model, as the embedding and the
+                                   output matrix, is loaded once if the model is open. Known are those of qwen35, qwen35moe, qwen3next,
                                    glm4moe, deepseek2, mimo2, step35, nemotron_h_moe; of several the first     */
 } rf_model_desc;
 
@@ -566,7 +566,8 @@ typedef struct rf_model_info {
  * (a tensor or key is missing: the text lists the names tried); RF_ERR_ARGUMENT (a policy); RF_ERR_MEMORY;
  * RF_ERR_DEVICE. The pre-tokenizer is not checked before rf_model_get_tokenizer.
  * Models of one rf_gguf on one device share their weights, and the loading fields of the first one's desc; MTP heads
- * share theirs.
+ * share theirs. A head opened while its model is open uses the model's weights where both have the same tensors, unless
+ * the model streams them or the members of a group have parts of them; then they stay until both are closed.
  * Memory at most 32 x metadata bytes + 256 KiB, with file and tokenizer, whatever the file claims; about 180 bytes more
  * for each matrix, of which a tensor of experts has one for each, when the first session is opened or something is
  * loaded.   Cost O(metadata).
@@ -2419,7 +2420,8 @@ typedef struct rf_weight_layout {
 } rf_weight_layout;
 
 /* Rows [row0, row0 + n_rows) of a weight to upload. src is pinned host memory, or the device copies it before
- * weight_write returns. In place: mem is NULL, src are the file's bytes, all rows. */
+ * weight_write returns. In place: mem is NULL, src are the file's bytes, all rows. Lent: src is NULL, all rows are in mem
+ * already, where another table has them; no experts. */
 typedef struct rf_weight_part {
     uint32_t slot;          /* of rf_plan.n_slots: which matrix                             */
     uint32_t row0, n_rows;
@@ -2530,7 +2532,7 @@ typedef struct rf_session_stats {
                               0: not all are timed yet                                                      */
 } rf_session_stats;
 
-#define RF_DEVICE_API_VERSION 12u
+#define RF_DEVICE_API_VERSION 13u
 
 /* The table of a device. Every entry may be called from any thread and leaves the thread's current device as it was.
  * Failures return a code and fill err; a device that is gone for good says so in device_info.lost. Asynchronous work
@@ -5331,6 +5333,7 @@ typedef struct rfi_stored {
     uint32_t place;          /* rf_weight_layout                                                             */
     uint64_t bytes;          /* of a matrix, on the device or of the mapping                                 */
     struct rfi_expert_layer *expert_layer; /* of experts that can be cached, else NULL                       */
+    uint32_t lent;           /* the weight of the same tensor in the lender's plan; RF_NONE: it has none     */
     uint8_t wide;            /* 1: an op of another layer uses it, too (tied embeddings)                     */
     uint8_t divides_angles;  /* 1: frequency factors of rope                                                 */
 } rfi_stored;
@@ -5344,10 +5347,12 @@ typedef struct rfi_tensor {
     uint32_t slab;
     uint8_t streamed;        /* 1: lives in the ring                                                  */
     uint8_t cached;          /* 1: lives in a frame of the expert cache                               */
+    uint8_t lent;            /* 1: lives in the lender's store: loaded, pinned and counted there only */
     /* guarded by store.monitor; fixed while the tensor is READY and pinned */
     uint8_t bound;           /* 1: has memory: LOADING, READY, BROKEN, EVICTING                       */
     _Atomic uint8_t arrived; /* 1: the copies are known to have succeeded                             */
     uint64_t offset;         /* in its slab, in the ring or in the cache                              */
+    uint32_t lent_load;      /* lent: the lender's n_loads when its address was taken                 */
     rf_ticket written;       /* of the last of its copies                                             */
     /* guarded by store.monitor */
     rf_ticket last_use;      /* of a streamed tensor                                                  */
@@ -5497,13 +5502,14 @@ typedef struct rfi_cache {
 
 /* ---- objects of a store with other guards ---- */
 
-/* What stays on the device, what goes through the ring, and how large the expert cache is. */
+/* What stays on the device, what goes through the ring, how large the expert cache is, and what another store lends. */
 typedef struct rfi_placement {
     uint32_t *n_kept;        /* [n_weights] matrices, the first ones of the weight, that are not streamed */
     uint32_t *weights;       /* of a layer, while the placement is made      */
     uint64_t resident_bytes; /* with the expert cache and scratch            */
     uint64_t ring_bytes;
     uint32_t n_frames;       /* of the expert cache; 0: none                 */
+    const struct rfi_placement *lender; /* what the lender keeps; NULL: it lends nothing */
 } rfi_placement;
 
 /* A store's part of the device's budget. Guarded by device.monitor. */
@@ -5529,6 +5535,7 @@ struct rfi_store {
     /* fixed when the store is open */
     rf_gguf *g;
     rf_device *device;
+    rfi_store *lender;            /* of an MTP head: its model's store, or NULL              */
     rf_plan plan;
     rf_model_desc desc;
     rf_queue *queue;              /* for copies                                              */
@@ -5550,7 +5557,8 @@ struct rfi_store {
 
     /* By the placement: changes only while no call is active, so that calls read it without a lock; as do stream.n_uses
      * and cache.n_frames. */
-    uint32_t n_resident; /* tensors neither streamed nor cached                              */
+    uint32_t n_resident; /* tensors neither streamed nor cached nor lent                     */
+    uint32_t n_lent;
 
     pthread_mutex_t stream_lock;
 
@@ -5610,17 +5618,32 @@ static rf_tensor_info rfi_tensor_info(const rfi_store *s, const rfi_tensor *t) {
     return rfi_weight_info(s->g, rfi_tensor_weight(s, t), rfi_tensor_expert(s, t));
 }
 
+/* A lent tensor as the lender has it. */
+static rfi_tensor *rfi_tensor_lent(const rfi_store *s, const rfi_tensor *t) {
+    return &s->lender->tensors[s->lender->plan.weights[rfi_tensor_stored(s, t)->lent].slot];
+}
+
+/* The tensor of a slot, in its store or the lender's; *s becomes the store that has it. */
+static rfi_tensor *rfi_store_tensor(rfi_store **s, uint32_t slot) {
+    rfi_tensor *t = &(*s)->tensors[slot];
+    if (!t->lent) return t;
+    t = rfi_tensor_lent(*s, t);
+    *s = (*s)->lender;
+    return t;
+}
+
 static int rfi_slot_is_ready(const rfi_store *s, uint32_t slot) {
-    return slot < atomic_load_explicit(&s->n_tensors, memory_order_acquire) &&
-           rfi_cell_is_ready(&s->tensors[slot].cell);
+    if (slot >= atomic_load_explicit(&s->n_tensors, memory_order_acquire)) return 0;
+    const rfi_tensor *t = &s->tensors[slot];
+    return rfi_cell_is_ready(t->lent ? &rfi_tensor_lent(s, t)->cell : &t->cell);
 }
 
 /* 1: stays where it is once loaded, unless the user clears. */
-static int rfi_is_resident(const rfi_tensor *t) { return !t->streamed && !t->cached; }
+static int rfi_is_resident(const rfi_tensor *t) { return !t->streamed && !t->cached && !t->lent; }
 
 static int rfi_store_streams(const rfi_store *s) { return s->stream.n_uses > 0; }
 static int rfi_store_all_loaded(const rfi_store *s) {
-    return atomic_load(&s->stats.tensors_loaded) == s->plan.n_slots;
+    return atomic_load(&s->stats.tensors_loaded) + s->n_lent == s->plan.n_slots;
 }
 static int rfi_store_residents_loaded(const rfi_store *s) {
     return atomic_load(&s->stats.residents_loaded) >= s->n_resident;
@@ -5779,9 +5802,10 @@ static void rfi_tensor_break(rfi_store *s, uint32_t slot, const rf_error *why) {
 
 /* Did the copy of a READY tensor succeed? Asked when a run that waited for it has finished. */
 static rf_result rfi_tensor_arrived(rfi_store *s, uint32_t slot, rf_error *err) {
-    rfi_tensor *t = &s->tensors[slot];
+    rfi_tensor *t = rfi_store_tensor(&s, slot);
     if (atomic_load_explicit(&t->arrived, memory_order_acquire)) return RF_OK;
     rf_error own = {0};
+    slot = rfi_tensor_slot(s, t);
     if (s->device->api->ticket_wait(&t->written, RFI_WAIT_MS, &own) == RF_OK) {
         atomic_store_explicit(&t->arrived, 1, memory_order_release);
         return RF_OK;
@@ -6235,12 +6259,12 @@ static void rfi_loader_start(rfi_store *s) { /* locked */
     rfi_store_changed(s);
 }
 
-/* Resident, and of one of some layers (NULL: of any). */
+/* Resident or lent, and of one of some layers (NULL: of any). */
 static int rfi_store_selects(const rfi_store *s, uint32_t slot, const uint32_t *layers, uint32_t n_layers) {
     int selected = layers == NULL;
     for (uint32_t i = 0; i < n_layers && !selected; i++)
         selected = rfi_tensor_weight(s, &s->tensors[slot])->layer == (int32_t)layers[i];
-    return selected && rfi_is_resident(&s->tensors[slot]);
+    return selected && (rfi_is_resident(&s->tensors[slot]) || s->tensors[slot].lent);
 }
 
 /* Have the readers load the resident tensors of some layers (NULL: of all), in the order of the load policy, unless
@@ -6251,7 +6275,8 @@ static void rfi_store_prefetch(rfi_store *s, const uint32_t *layers, uint32_t n_
     int some = go && (rfi_store_streams(s) || s->cache.n_frames);
     for (uint32_t slot = 0; go && slot < s->n_tensors; slot++) {
         rfi_tensor *t = &s->tensors[slot];
-        if (!rfi_store_selects(s, slot, layers, n_layers) || t->prefetch || rfi_cell_is_ready(&t->cell)) continue;
+        if (!rfi_store_selects(s, slot, layers, n_layers) || t->lent || t->prefetch || rfi_cell_is_ready(&t->cell))
+            continue;
         t->prefetch = 1;
         some = 1;
     }
@@ -6305,11 +6330,38 @@ static rf_result rfi_tensor_help(rfi_store *s, rfi_tensor *t, rf_error *err) {
     return r;
 }
 
-static void rfi_store_unpin(rfi_store *s, uint32_t slot) { rfi_cell_unpin(&s->tensors[slot].cell, &s->cell_monitor); }
+static void rfi_store_unpin(rfi_store *s, uint32_t slot) {
+    rfi_tensor *t = rfi_store_tensor(&s, slot);
+    rfi_cell_unpin(&t->cell, &s->cell_monitor);
+}
 
-/* Pin a resident tensor, loading it if needed. A cancel since `cancels` was read ends the call. */
+static rf_result rfi_store_pin(rfi_store *s, uint32_t slot, uint64_t cancels, rf_error *err);
+
+/* Pin a lent tensor, loading it if needed in the lender's store, which is in use as this one is. Its address there goes
+ * into this store's table, once for each load. */
+static rf_result rfi_store_pin_lent(rfi_store *s, uint32_t slot, rf_error *err) {
+    rfi_tensor *own = &s->tensors[slot];
+    rfi_store *lender = s;
+    const rfi_tensor *t = rfi_store_tensor(&lender, slot);
+    rf_result r = rfi_store_pin(lender, rfi_tensor_slot(lender, t), atomic_load(&lender->cancels), err);
+    if (r != RF_OK) return r;
+    rfi_monitor_lock(&s->monitor);
+    if (own->lent_load != t->n_loads) {
+        const rf_weight_part there = {.slot = slot, .n_rows = rfi_tensor_weight(s, own)->n_rows,
+                                      .mem = &rfi_tensor_slab(lender, t)->mem, .offset = t->offset};
+        rf_ticket none = {0};
+        r = s->device->api->weight_write(s->table, s->queue, &there, &none, err);
+        if (r == RF_OK) own->lent_load = t->n_loads;
+    }
+    rfi_monitor_unlock(&s->monitor);
+    if (r != RF_OK) rfi_store_unpin(s, slot);
+    return r;
+}
+
+/* Pin a resident or lent tensor, loading it if needed. A cancel since `cancels` was read ends the call. */
 static rf_result rfi_store_pin(rfi_store *s, uint32_t slot, uint64_t cancels, rf_error *err) {
     rfi_tensor *t = &s->tensors[slot];
+    if (t->lent) return rfi_store_pin_lent(s, slot, err);
     if (rfi_cell_try_pin(&t->cell, &s->cell_monitor)) {
         atomic_fetch_add_explicit(&s->stats.hits, 1, memory_order_relaxed);
         return RF_OK;
@@ -6338,7 +6390,7 @@ static rf_result rfi_store_pin(rfi_store *s, uint32_t slot, uint64_t cancels, rf
     return r;
 }
 
-/* Load a resident tensor and wait until its copy has succeeded. */
+/* Load a resident or lent tensor and wait until its copy has succeeded. */
 static rf_result rfi_store_load(rfi_store *s, uint32_t slot, uint64_t cancels, rf_error *err) {
     rf_result r = rfi_store_pin(s, slot, cancels, err);
     if (r != RF_OK) return r;
@@ -6904,6 +6956,7 @@ static uint32_t rfi_layer_weights(const rf_plan *plan, uint32_t *at, uint32_t *o
 #define RFI_MEMBERS RF_MAX_MEMBERS /* of a group, each with a place of its own */
 
 static uint32_t rfi_group_size(const rf_device *d); /* 1, or the members of a group */
+static int rfi_device_shards(const rf_device *d);   /* whether its members have parts of weights */
 /* The members' parts of a budget, as the memory is that is free now; one that is no GPU beside GPUs has no limit. */
 static void rfi_group_split(const rf_device *d, uint64_t bytes, uint64_t *part);
 
@@ -6941,11 +6994,17 @@ static uint64_t rfi_room_used(const rfi_room *room) {
     return used;
 }
 
+/* Whether another store lends the weight, so that it takes no memory here. */
+static int rfi_placement_lends(const rfi_store *s, const rfi_placement *p, uint32_t weight) {
+    const uint32_t lent = s->stored[weight].lent;
+    return p->lender && lent != RF_NONE && p->lender->n_kept[lent];
+}
+
 /* With the weights that are not streamed; experts: those of experts count, too. */
 static void rfi_room_fill(const rfi_store *s, const rfi_placement *p, int experts, rfi_room *room) {
     for (uint32_t i = 0; i < room->n; i++) room->used[i] = s->memory.scratch.size_bytes;
     for (uint32_t i = 0; i < s->plan.n_weights; i++)
-        if (experts || !s->stored[i].expert_layer)
+        if ((experts || !s->stored[i].expert_layer) && !rfi_placement_lends(s, p, i))
             rfi_room_take(room, s->stored[i].place, p->n_kept[i] * s->stored[i].bytes);
 }
 
@@ -6980,13 +7039,13 @@ static uint64_t rfi_stream_min_bytes(const rfi_store *s, const rfi_placement *p,
     return min;
 }
 
-/* 1: the weight is resident whatever else is streamed, if it can be. keep 0: vectors, which are small. 1: also weights
+/* 1: the weight is not streamed whatever else is, if it can be. keep 0: vectors, which are small. 1: also weights
  * of the last layer and those of two layers (tied embeddings), the widest: the ring must hold the widest layer. 2: also
  * weights of which a token reads a few rows only. */
-static int rfi_placement_keeps(const rfi_store *s, uint32_t weight, int keep) {
+static int rfi_placement_keeps(const rfi_store *s, const rfi_placement *p, uint32_t weight, int keep) {
     const rf_plan *plan = &s->plan;
     const rf_plan_weight *w = &plan->weights[weight];
-    if (w->n_rows == 1 || (keep > 1 && w->row_reads)) return 1;
+    if (rfi_placement_lends(s, p, weight) || w->n_rows == 1 || (keep > 1 && w->row_reads)) return 1;
     return keep && (s->stored[weight].wide || w->layer == plan->ops[plan->n_ops - 1].layer);
 }
 
@@ -7013,7 +7072,7 @@ static rf_result rfi_placement_streams(const rfi_store *s, uint64_t limit, rfi_r
     uint64_t min = 0, ahead = 0;
     for (int keep = s->desc.stream_policy == RF_STREAM_PREFIX ? 2 : 0; keep >= 0; keep--) {
         for (uint32_t i = 0; i < plan->n_weights; i++)
-            p->n_kept[i] = rfi_placement_keeps(s, i, keep) ? rf_plan_weight_matrices(&plan->weights[i]) : 0;
+            p->n_kept[i] = rfi_placement_keeps(s, p, i, keep) ? rf_plan_weight_matrices(&plan->weights[i]) : 0;
         rfi_room_fill(s, p, 1, room);
         min = rfi_stream_min_bytes(s, p, &ahead);
         if (rfi_room_holds(room) && min <= rfi_room_left(room, UINT32_MAX)) break;
@@ -7066,9 +7125,12 @@ static void rfi_placement_apply(rfi_store *s) { /* device.monitor held, no call 
     const uint64_t cache_bytes = p->n_frames * s->cache.frame_bytes;
     rfi_stream *q = &s->stream;
     rfi_monitor_lock(&s->monitor);
-    s->n_resident = 0;
+    s->n_resident = s->n_lent = 0;
     for (uint32_t i = 0; i < s->n_tensors; i++) {
         rfi_tensor *t = &s->tensors[i];
+        t->lent = (uint8_t)rfi_placement_lends(s, p, t->weight);
+        t->lent_load = 0;
+        s->n_lent += t->lent;
         t->streamed = rfi_tensor_expert(s, t) >= p->n_kept[t->weight];
         t->cached = p->n_frames && rfi_tensor_stored(s, t)->expert_layer;
         s->n_resident += (uint32_t)rfi_is_resident(t);
@@ -7123,6 +7185,16 @@ static uint32_t rfi_store_clear(rfi_store *s, int idle) {
     return left;
 }
 
+/* Clear a store that no call uses, and those that it lends weights to, which no call uses either. Returns tensors left. */
+static uint32_t rfi_store_unplace(rfi_store *s) { /* device.monitor held */
+    for (rfi_store *o = s->device->stores; o; o = o->next)
+        if (o->share.placed && o->share.placement.lender == &s->share.placement)
+            rfi_store_clear(o, 1), o->share.placed = 0;
+    const uint32_t left = rfi_store_clear(s, 1);
+    s->share.placed = 0;
+    return left;
+}
+
 /* ---- the device's budget ---- */
 
 /* Bytes that the device can give to the weights of all stores. *others: what other stores have of them. */
@@ -7155,13 +7227,13 @@ static rf_result rfi_budget_acquire(rfi_store *s, uint64_t cancels, rf_error *er
     rfi_placement *p = &s->share.placement;
     while (!s->share.placed) { /* perhaps by another thread meanwhile */
         uint64_t others, limit = rfi_budget_limit(s, &others);
+        p->lender = s->lender && s->lender->share.placed ? &s->lender->share.placement : NULL;
         rf_result r = rfi_placement_choose(s, rfi_min_u64(own, limit), p, err);
         if (r != RF_OK) return r; /* even alone: clearing others or waiting would not help */
         const uint64_t want = rfi_placement_bytes(s, p);
         rfi_store *lru = others && (others > limit || limit - others < want) ? rfi_budget_lru(s) : NULL;
         if (lru) {
-            rfi_store_clear(lru, 1);
-            lru->share.placed = 0;
+            rfi_store_unplace(lru);
             continue;
         }
         const uint64_t rest = rfi_min_u64(own, limit > others ? limit - others : 0);
@@ -7180,21 +7252,28 @@ static rf_result rfi_budget_acquire(rfi_store *s, uint64_t cancels, rf_error *er
 /* What the weights would take of the device now, if all other stores were cleared. */
 static rf_result rfi_store_forecast(const rfi_store *s, rf_forecast *out, rf_error *err) {
     const rf_allocator *alloc = rfi_gguf_allocator(s->g);
-    uint64_t others, own = s->desc.budget_bytes ? s->desc.budget_bytes : UINT64_MAX;
-    rfi_placement p = {0};
-    rf_result r = rfi_placement_create(s, &p, err);
-    if (r == RF_OK) {
+    const rfi_store *of[2] = {s->lender, s}; /* first what the lender would keep */
+    rfi_placement placements[2] = {{0}}, p;
+    rf_result r = RF_OK;
+    for (int i = 0; r == RF_OK && i < 2; i++) {
+        uint64_t others;
+        if (!of[i]) continue;
+        r = rfi_placement_create(of[i], &placements[i], err);
+        if (r != RF_OK) break;
         rfi_monitor_lock(&s->device->monitor);
-        uint64_t limit = rfi_budget_limit(s, &others);
+        const uint64_t own = of[i]->desc.budget_bytes ? of[i]->desc.budget_bytes : UINT64_MAX,
+                       limit = rfi_min_u64(own, rfi_budget_limit(of[i], &others));
         rfi_monitor_unlock(&s->device->monitor);
-        r = rfi_placement_choose(s, rfi_min_u64(own, limit), &p, err);
+        r = rfi_placement_choose(of[i], limit, &placements[i], i ? err : NULL);
+        if (i == 0 && r == RF_OK) placements[1].lender = &placements[0];
+        if (i == 0) r = RF_OK;
     }
+    p = placements[1];
     for (uint32_t i = 0; r == RF_OK && i < s->plan.n_weights; i++)
         out->streamed_bytes += (rf_plan_weight_matrices(&s->plan.weights[i]) - p.n_kept[i]) * s->stored[i].bytes;
     out->weight_bytes = rfi_placement_bytes(s, &p);
     out->expert_cache_bytes = p.n_frames * s->cache.frame_bytes;
-    rfi_free(alloc, p.n_kept);
-    rfi_free(alloc, p.weights);
+    for (int i = 0; i < 2; i++) rfi_free(alloc, placements[i].n_kept), rfi_free(alloc, placements[i].weights);
     return r;
 }
 
@@ -7273,14 +7352,22 @@ static rf_result rfi_store_prepare(rfi_store *s, rf_error *err) { /* device.moni
     return RF_OK;
 }
 
-/* Around every call that loads or uses weights. *cancels: a cancel after it was read ends the call. */
+/* Before its placement, the lender of a store gets its own; if it can have none, it lends nothing. */
+static void rfi_lender_place(rfi_store *lender) { /* device.monitor held, yields */
+    if (rfi_store_prepare(lender, NULL) == RF_OK) rfi_budget_acquire(lender, atomic_load(&lender->cancels), NULL);
+}
+
+/* Around every call that loads or uses weights, the lender's included. *cancels: a cancel after it was read ends the
+ * call. */
 static rf_result rfi_store_begin(rfi_store *s, uint64_t *cancels, rf_error *err) {
     *cancels = atomic_load(&s->cancels);
     rfi_store_see_cancels(s);
     rfi_monitor_lock(&s->device->monitor);
     rf_result r = rfi_store_prepare(s, err);
+    if (r == RF_OK && s->lender && !s->share.placed) rfi_lender_place(s->lender);
     if (r == RF_OK) r = rfi_budget_acquire(s, *cancels, err);
-    if (r == RF_OK) s->share.n_active++;
+    for (rfi_store *used = s; r == RF_OK && used; used = used->share.placement.lender ? used->lender : NULL)
+        used->share.n_active++, used->share.last_used = s->device->clock + 1;
     s->share.last_used = ++s->device->clock;
     rfi_monitor_unlock(&s->device->monitor);
     return r;
@@ -7289,7 +7376,8 @@ static rf_result rfi_store_begin(rfi_store *s, uint64_t *cancels, rf_error *err)
 static void rfi_store_end(rfi_store *s) {
     rfi_store_see_cancels(s);
     rfi_monitor_lock(&s->device->monitor);
-    if (--s->share.n_active == 0) rfi_monitor_wake(&s->device->monitor);
+    for (rfi_store *used = s; used; used = used->share.placement.lender ? used->lender : NULL)
+        if (--used->share.n_active == 0) rfi_monitor_wake(&s->device->monitor);
     rfi_monitor_unlock(&s->device->monitor);
 }
 
@@ -7325,6 +7413,21 @@ static void rfi_store_free(rfi_store *s) {
     rfi_free(alloc, s);
 }
 
+/* The weight of the lender's plan that has the same bytes in the same place, if it is a copy; or RF_NONE. */
+static uint32_t rfi_weight_lent(const rfi_store *s, uint32_t weight) {
+    const rf_plan_weight *w = &s->plan.weights[weight];
+    const rfi_store *lender = s->lender;
+    if (!lender || w->n_experts || rfi_device_shards(s->device)) return RF_NONE;
+    for (uint32_t i = 0; i < lender->plan.n_weights; i++) {
+        const rf_plan_weight *v = &lender->plan.weights[i];
+        const rfi_stored *a = &s->stored[weight], *b = &lender->stored[i];
+        if (v->tensor == w->tensor && v->type == w->type && v->n_rows == w->n_rows && v->n_in == w->n_in &&
+            v->n_experts == 0 && a->bytes == b->bytes && a->place == b->place)
+            return i;
+    }
+    return RF_NONE;
+}
+
 static void rfi_weight_describe(rfi_store *s, uint32_t weight) {
     const rf_plan_weight *w = &s->plan.weights[weight];
     rfi_stored *stored = &s->stored[weight];
@@ -7337,6 +7440,7 @@ static void rfi_weight_describe(rfi_store *s, uint32_t weight) {
     stored->align = layout.align;
     stored->place = layout.place;
     stored->bytes = (layout.size_bytes + 255) & ~(uint64_t)255;
+    stored->lent = map && !odd ? RF_NONE : rfi_weight_lent(s, weight);
     s->in_place |= map != NULL;
     s->total_bytes += n * w->size_bytes;
     s->device_bytes_needed += n * stored->bytes;
@@ -7361,8 +7465,8 @@ static void rfi_store_describe(rfi_store *s) {
 }
 
 /* Nothing of the file is read. The plan becomes the store's, even if this fails; then nothing is left. */
-static rf_result rfi_store_open(rf_gguf *g, rf_device *d, rf_plan *plan, const rf_model_desc *desc, rfi_store **out,
-                                rf_error *err) {
+static rf_result rfi_store_open(rf_gguf *g, rf_device *d, rf_plan *plan, const rf_model_desc *desc, rfi_store *lender,
+                                rfi_store **out, rf_error *err) {
     const rf_allocator *alloc = rfi_gguf_allocator(g);
     rfi_store *s = (rfi_store *)rfi_alloc(alloc, 1, sizeof *s, "lazy tensors", err);
     if (!s) return rfi_plan_free(alloc, plan), RF_ERR_MEMORY;
@@ -7371,6 +7475,7 @@ static rf_result rfi_store_open(rf_gguf *g, rf_device *d, rf_plan *plan, const r
     pthread_mutex_init(&s->stream_lock, NULL);
     s->g = g;
     s->device = d;
+    s->lender = lender;
     s->plan = *plan;
     s->desc = *desc;
     s->reports = (rfi_reports){.fn = desc->progress_fn, .user = desc->progress_user, .end = &s->reports.first};
@@ -7384,17 +7489,24 @@ static rf_result rfi_store_open(rf_gguf *g, rf_device *d, rf_plan *plan, const r
     return r;
 }
 
-/* This file's store on this device, for models or for MTP heads: another one's, or a new one. The plan becomes the
- * store's, or is freed. */
+/* The store of this file's model (mtp 0) or MTP head on this device, or NULL. */
+static rfi_store *rfi_device_find_store(const rf_device *d, const rf_gguf *g, uint32_t mtp) { /* device.monitor held */
+    rfi_store *s = d->stores;
+    while (s && (s->g != g || s->desc.mtp != mtp)) s = s->next;
+    return s;
+}
+
+/* This file's store on this device, for models or for an MTP head: another one's, or a new one, which the model's lends
+ * to a head. The plan becomes the store's, or is freed. */
 static rf_result rfi_device_get_store(rf_device *d, rf_gguf *g, rf_plan *plan, const rf_model_desc *desc,
                                       const rf_model *owner, rfi_store **out, rf_error *err) {
     rf_result r = RF_OK;
     rfi_monitor_lock(&d->monitor);
-    rfi_store *s = d->stores;
-    while (s && (s->g != g || !s->desc.mtp != !desc->mtp)) s = s->next;
+    rfi_store *s = rfi_device_find_store(d, g, desc->mtp), *lender = desc->mtp ? rfi_device_find_store(d, g, 0) : NULL;
     if (s) {
         rfi_plan_free(rfi_gguf_allocator(g), plan);
-    } else if ((r = rfi_store_open(g, d, plan, desc, &s, err)) == RF_OK) {
+    } else if ((r = rfi_store_open(g, d, plan, desc, lender, &s, err)) == RF_OK) {
+        if (lender) lender->share.n_models++; /* it stays as long as what it lends to */
         s->reports.owner = owner;
         s->next = d->stores;
         d->stores = s;
@@ -7410,7 +7522,7 @@ static rf_result rfi_device_get_store(rf_device *d, rf_gguf *g, rf_plan *plan, c
 /* A model gives its store up; the last one frees it. */
 static void rfi_device_put_store(rfi_store *s, const rf_model *owner) {
     rf_device *d = s->device;
-    rfi_store **at = &d->stores;
+    rfi_store **at = &d->stores, *lender = s->lender;
     rfi_monitor_lock(&s->monitor);
     if (s->reports.owner == owner) s->reports.fn = NULL; /* its callback is called no more */
     while (s->reports.owner == owner && s->reports.running) rfi_monitor_wait(&s->monitor);
@@ -7421,6 +7533,7 @@ static void rfi_device_put_store(rfi_store *s, const rf_model *owner) {
     if (last) rfi_store_clear(s, 1), *at = s->next; /* in this order: others count with its memory from now on */
     rfi_monitor_unlock(&d->monitor);
     if (last) rfi_store_free(s);
+    if (last && lender) rfi_device_put_store(lender, NULL);
 }
 
 /* Load the resident tensors of some layers (NULL: of all) and wait for them. */
@@ -7439,8 +7552,7 @@ static rf_result rfi_store_preload(rfi_store *s, const uint32_t *layers, uint32_
 static uint32_t rfi_store_clear_unused(rfi_store *s) {
     rfi_monitor_lock(&s->device->monitor); /* so that no call begins meanwhile */
     const int idle = s->share.n_active == 0;
-    const uint32_t left = rfi_store_clear(s, idle);
-    if (idle) s->share.placed = 0;
+    const uint32_t left = idle ? rfi_store_unplace(s) : rfi_store_clear(s, 0);
     rfi_monitor_unlock(&s->device->monitor);
     return left;
 }
@@ -16119,7 +16231,7 @@ static rf_result rfi_cpu_weight_write(rf_table *table, rf_queue *q, const rf_wei
     }
     uint64_t row_bytes = w->size_bytes / w->n_rows;
     uint8_t *base = (uint8_t *)part->mem->base + part->offset;
-    memcpy(base + part->row0 * row_bytes, part->src, (size_t)(part->n_rows * row_bytes));
+    if (part->src) memcpy(base + part->row0 * row_bytes, part->src, (size_t)(part->n_rows * row_bytes));
     if (part->row0 + part->n_rows == w->n_rows) t->slots[part->slot] = base;
     return RF_OK;
 }
@@ -16780,7 +16892,8 @@ static rf_result rfi_null_weight_write(rf_table *table, rf_queue *q, const rf_we
         *ticket = (rf_ticket){q, late.where};
     }
     const rf_plan_weight *w = part->slot < t->plan->n_slots ? rf_plan_weight_of(t->plan, part->slot) : NULL;
-    if (!w || !part->mem || !part->src || part->offset + w->size_bytes > part->mem->size_bytes ||
+    if (part->src == NULL) t->rows[part->slot] = 0; /* lent, perhaps once more */
+    if (!w || !part->mem || part->offset + w->size_bytes > part->mem->size_bytes ||
         part->n_rows == 0 || (uint64_t)part->row0 + part->n_rows > w->n_rows ||
         atomic_fetch_add(&t->rows[part->slot], part->n_rows) + part->n_rows > w->n_rows)
         return rfi_fail(err, RF_ERR_ARGUMENT, part->slot, "null: weight_write of slot %u, rows %u + %u, does not fit",
@@ -18536,6 +18649,7 @@ static const rf_device_api rfi_group_api = {
 };
 
 static uint32_t rfi_group_size(const rf_device *d) { return d->api == &rfi_group_api ? rfi_group_of(d->dev)->n : 1; }
+static int rfi_device_shards(const rf_device *d) { return d->api == &rfi_group_api && rfi_group_of(d->dev)->split; }
 
 static void rfi_group_split(const rf_device *d, uint64_t bytes, uint64_t *part) {
     part[0] = bytes;
@@ -19497,7 +19611,7 @@ static rf_result rfi_eval_choose(rf_session *s, uint32_t segment, uint32_t n_row
  * those in s->chosen, and all that are streamed, because the stream comes in order. */
 static rf_result rfi_eval_pin(rf_session *s, uint32_t segment, rf_error *err) {
     rfi_store *store = s->m->store;
-    rf_ticket written = {0}; /* the last of these copies: they are all in one queue */
+    rf_ticket written[2] = {{0}}; /* the last copies of the store and of its lender: those of each are in one queue */
     rf_result r = RF_OK;
     for (uint32_t i = s->segment_first[segment]; r == RF_OK && i < s->segment_first[segment + 1]; i++) {
         uint32_t slot = s->segment_slots[i];
@@ -19513,10 +19627,15 @@ static rf_result rfi_eval_pin(rf_session *s, uint32_t segment, rf_error *err) {
             if (r == RF_OK) s->pinned[slot] = 1;
             if (r == RF_OK && !t->cached) s->held[s->n_held++] = slot;
         }
-        if (r == RF_OK && !atomic_load_explicit(&t->arrived, memory_order_acquire) && t->written.value > written.value)
-            written = t->written;
+        rf_ticket *last = &written[t->lent];
+        rfi_store *owner = store;
+        t = rfi_store_tensor(&owner, slot);
+        if (r == RF_OK && !atomic_load_explicit(&t->arrived, memory_order_acquire) && t->written.value > last->value)
+            *last = t->written;
     }
-    return r == RF_OK && written.value ? s->m->device->api->queue_after(s->queue, &written, err) : r;
+    for (int i = 0; i < 2; i++)
+        if (r == RF_OK && written[i].value) r = s->m->device->api->queue_after(s->queue, &written[i], err);
+    return r;
 }
 
 /* Unpin everything after the eval, when nothing of it is running, and report copies that failed. */
@@ -32810,7 +32929,7 @@ ROCMFORGE_API rf_result rf_model_load_tensor(rf_model *m, const char *name, rf_e
     if (r != RF_OK) return r;
     for (uint32_t e = 0; r == RF_OK && e < rf_plan_weight_matrices(w); e++) {
         const uint32_t slot = w->slot + e;
-        if (!rfi_is_resident(&m->store->tensors[slot]))
+        if (!rfi_store_selects(m->store, slot, NULL, 0))
             r = rfi_fail(err, RF_ERR_MEMORY, slot, "%s is beyond the budget: rf_session_eval loads it as it is needed",
                          name);
         else r = rfi_store_load(m->store, slot, cancels, err);

@@ -10944,6 +10944,12 @@ static rf_result rfk_write_repacked(rf_queue *q, const rf_plan_weight *w, uint8_
     return r;
 }
 
+static void rfk_table_bind(rf_table *t, uint32_t slot, const rfk_weight &w) {
+    t->slots[slot].w = w;
+    t->slots[slot].ready = 1;
+    __atomic_add_fetch(&t->generation, 1, __ATOMIC_RELAXED);
+}
+
 static rf_result rfk_weight_write(rf_table *t, rf_queue *q, const rf_weight_part *part, rf_ticket *ticket,
                                   rf_error *err) {
     const uint32_t slot = part->slot, row0 = part->row0, n_rows = part->n_rows;
@@ -10959,15 +10965,21 @@ static rf_result rfk_weight_write(rf_table *t, rf_queue *q, const rf_weight_part
     if (!rfk_is_built(w->type) && w->type != RF_TYPE_I32)
         return rfk_fail(err, RF_ERR_UNSUPPORTED, 0, slot, "hip: %s is of type %s, which is not among ROCMFORGE_TYPES",
                         w->name, rfk_type_name(w->type));
-    if (!mem || !mem->base || !src || n_rows == 0 || row0 >= w->n_rows || n_rows > w->n_rows - row0 ||
-        offset % 256 != 0 || (repack && (!scratch || !scratch->base || scratch->size_bytes < row_bytes)))
+    const int lent = !src, whole = row0 == 0 && n_rows == w->n_rows;
+    if (!mem || !mem->base || n_rows == 0 || row0 >= w->n_rows || n_rows > w->n_rows - row0 || offset % 256 != 0 ||
+        (lent && (!whole || w->n_experts)) ||
+        (!lent && repack && (!scratch || !scratch->base || scratch->size_bytes < row_bytes)))
         return rfk_fail(err, RF_ERR_ARGUMENT, 0, slot, "hip: %s: bad write of rows %u + %u at %llu", w->name, row0,
                         n_rows, (unsigned long long)offset);
     rf_result r = rfk_range(mem, offset, row_bytes * w->n_rows, w->name, err);
     if (r != RF_OK) return r;
+    uint8_t *base = (uint8_t *)mem->base + offset;
+    if (lent) {
+        rfk_table_bind(t, slot, rfk_planes(w, base));
+        return RF_OK;
+    }
     rfk_scope scope(q->dev->index);
     if (scope.error != hipSuccess) return rfk_enter_queue(q, scope, err);
-    uint8_t *base = (uint8_t *)mem->base + offset;
     pthread_mutex_lock(&q->submit);
     if (repack) r = rfk_write_repacked(q, w, base, part, err);
     else r = rfk_copy_rows(q, w, (char *)base + row0 * row_bytes, (const char *)src, n_rows, part->src_stride, err);
@@ -10977,11 +10989,7 @@ static rf_result rfk_weight_write(rf_table *t, rf_queue *q, const rf_weight_part
                       w->name, 0);
     }
     r = rfk_end_submit(q, r, ticket, err);
-    if (r == RF_OK && row0 + n_rows == w->n_rows) {
-        t->slots[slot].w = rfk_planes(w, base);
-        t->slots[slot].ready = 1;
-        __atomic_add_fetch(&t->generation, 1, __ATOMIC_RELAXED);
-    }
+    if (r == RF_OK && row0 + n_rows == w->n_rows) rfk_table_bind(t, slot, rfk_planes(w, base));
     return r;
 }
 

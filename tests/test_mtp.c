@@ -21,6 +21,7 @@ static const uint64_t tight[] = {40000, 56000, 48000, 69000, 32000, 32000, 64000
 static rig r;          /* the model      */
 static rf_model *head; /* and its head   */
 static rf_session *hs;
+static int mode;           /* of the file */
 static uint64_t budget;    /* bytes for the weights of each; 0: no limit */
 static const char *device; /* NULL: the CPU                              */
 static rf_device_info gpus[8];
@@ -42,7 +43,7 @@ static int open_all(const char *name, uint32_t n_batch, uint32_t n_ctx_head) {
     snprintf(path, sizeof path, "tests/family/%s.gguf", name);
     const rf_session_desc desc = {.n_ctx = 96, .n_batch = n_batch, .n_logits_max = 8, .n_snapshots = 8, .mtp = 1, .cache_type = RF_CACHE_F32};
     const rf_session_desc head_desc = {.n_ctx = n_ctx_head, .n_logits_max = 32, .cache_type = RF_CACHE_F32};
-    if (!rig_open(&r, &(rig_how){.path = path, .device = device, .model = &(rf_model_desc){.budget_bytes = budget}, .session = &desc})) return 0;
+    if (!rig_open(&r, &(rig_how){.path = path, .mode = mode, .device = device, .model = &(rf_model_desc){.budget_bytes = budget}, .session = &desc})) return 0;
     CHECK(rf_model_open(r.g, r.d, &(rf_model_desc){.mtp = 1, .budget_bytes = budget}, &head, &r.err) == RF_OK, "%s", r.err.text);
     return head && rf_session_open(head, &head_desc, &hs, &r.err) == RF_OK;
 }
@@ -161,7 +162,9 @@ static void check_drafts(const char *name, uint32_t n_batch, uint64_t bytes) {
 }
 static void test_drafts(void) {
     for (size_t k = 0; k < RFT_COUNT(families); k++)
-        for (uint32_t n_batch = 5; n_batch < 64; n_batch += 25) check_drafts(families[k], n_batch, n_batch == 30 ? tight[k] : 0);
+        for (uint32_t n_batch = 5; n_batch < 64; n_batch += 25)
+            for (mode = MAPPED; mode <= COPIED; mode++) check_drafts(families[k], n_batch, n_batch == 30 ? tight[k] : 0);
+    mode = MAPPED;
 }
 
 /* The same tokens as without drafts, greedy and sampled; and then the head knows what it would know of the text as a prompt:
@@ -282,6 +285,82 @@ static void test_scheduler(void) {
     rf_session_close(second, NULL);
 }
 
+/* ---- weights that the head and its model have in common ---- */
+
+/* Every logit of the head, after both were cleared: the shared weights may lie elsewhere then. */
+static void check_again(const char *name) {
+    static float hidden[N_PROMPT + 1][64];
+    float *logits;
+    double worst = 0;
+    rf_token_row rows[N_PROMPT];
+    const uint32_t n_embd = rf_model_get_info(r.m).n_embd;
+    CHECK(rf_session_truncate(r.s, 0, 0, NULL, NULL) == RF_OK && rf_session_truncate(hs, 0, 0, NULL, NULL) == RF_OK);
+    REQUIRE(rf_session_forward(r.s, prompt, N_PROMPT, NULL, &r.err) == RF_OK, "%s", r.err.text);
+    for (uint32_t i = 0; i < N_PROMPT; i++) {
+        if (i) memcpy(hidden[i], r.s->hidden + (i - 1) * n_embd, n_embd * sizeof(float));
+        rows[i] = (rf_token_row){.token = prompt[i], .embedding = hidden[i], .pos = RF_POS_NEXT, .want_logits = 1};
+    }
+    REQUIRE(rf_session_eval(hs, rows, N_PROMPT, &r.err) == RF_OK, "%s", r.err.text);
+    for (uint32_t i = 0; i < N_PROMPT; i++) {
+        REQUIRE(rf_session_get_logits(hs, i, &logits, NULL) == RF_OK);
+        worst = fmax(worst, distance(logits, wanted[i]));
+    }
+    CHECK(worst < TOLERANCE, "%s: %g", name, worst);
+}
+
+/* They are read once and lie on the device once, whoever loads them: the head has as much less as it has in common with its
+ * model, by a head of another rf_gguf, which has them all. */
+static void check_lent(const char *name) {
+    rf_gguf *g = NULL;
+    rf_model *alone = NULL;
+    char path[64];
+    uint64_t shared = 0, own = 0;
+    snprintf(path, sizeof path, "tests/family/%s.gguf", name);
+    REQUIRE(open_all(name, 0, 64) && read_answers(name), "%s: %s", name, r.err.text);
+    const rf_plan *of_head = rf_model_get_plan(head), *of_model = rf_model_get_plan(r.m);
+    for (uint32_t i = 0; i < of_head->n_weights; i++) {
+        const rf_plan_weight *w = &of_head->weights[i];
+        int both = 0;
+        for (uint32_t j = 0; j < of_model->n_weights; j++) both |= of_model->weights[j].tensor == w->tensor;
+        *(both ? &shared : &own) += w->size_bytes * rf_plan_weight_matrices(w);
+    }
+    if (shared == 0) return; /* the file has an embedding and an output matrix for the head */
+    CHECK(rf_model_preload_all(head, &r.err) == RF_OK, "%s: %s", name, r.err.text);
+    CHECK(rf_model_get_loading_stats(head).bytes_loaded == own && rf_model_get_loading_stats(r.m).bytes_loaded == shared, "%s", name);
+    CHECK(rf_model_is_tensor_loaded(head, "token_embd.weight") == rf_model_is_tensor_loaded(r.m, "token_embd.weight"));
+    CHECK(rf_model_preload_all(r.m, &r.err) == RF_OK && rf_model_get_loading_stats(head).bytes_loaded == own, "%s", r.err.text);
+    REQUIRE(rf_gguf_open(path, &(rf_gguf_desc){.no_map = 1, .allocator = memory_allocator(&r.mem)}, &g, &r.err) == RF_OK &&
+            rf_model_open(g, r.d, &(rf_model_desc){.mtp = 1}, &alone, &r.err) == RF_OK && rf_model_preload_all(alone, &r.err) == RF_OK, "%s", r.err.text);
+    const uint64_t less = rf_model_get_loading_stats(head).device_bytes, all = rf_model_get_loading_stats(alone).device_bytes;
+    CHECK(rf_model_get_loading_stats(alone).bytes_loaded == own + shared && all >= less + shared, "%s: %llu and %llu bytes", name,
+          (unsigned long long)less, (unsigned long long)all);
+    rf_forecast f = {0};
+    CHECK(rf_model_forecast(head, &(rf_session_desc){.n_ctx = 64}, &f, &r.err) == RF_OK && f.weight_bytes == less, "%llu", (unsigned long long)f.weight_bytes);
+    printf("    %s: %llu bytes on the device, %llu less than alone\n", name, (unsigned long long)less, (unsigned long long)(all - less));
+    CHECK(rf_model_close(alone, NULL) == RF_OK && rf_gguf_close(g, NULL) == RF_OK);
+
+    uint32_t left = 9;
+    check_again(name);
+    CHECK(rf_model_clear_device_cache(r.m, &left, NULL) == RF_OK && left == 0);
+    CHECK(rf_model_get_loading_stats(r.m).device_bytes == 0 && rf_model_get_loading_stats(head).device_bytes == 0);
+    check_again(name);
+    CHECK(rf_model_clear_device_cache(head, &left, NULL) == RF_OK && left == 0 && rf_model_get_loading_stats(r.m).device_bytes > 0);
+    check_again(name);
+    rf_session_close(r.s, NULL); /* the model goes first: the head still has what both use */
+    CHECK(rf_model_close(r.m, NULL) == RF_OK);
+    r.s = NULL, r.m = NULL;
+    static float zeros[64];
+    const rf_token_row row = {.token = prompt[0], .embedding = zeros, .pos = RF_POS_NEXT, .want_logits = 1};
+    float *logits = NULL;
+    CHECK(rf_session_truncate(hs, 0, 0, NULL, NULL) == RF_OK && rf_session_eval(hs, &row, 1, &r.err) == RF_OK &&
+          rf_session_get_logits(hs, 0, &logits, NULL) == RF_OK && distance(logits, wanted[0]) < TOLERANCE, "%s: %s", name, r.err.text);
+}
+static void test_lent(void) {
+    mode = COPIED;
+    for (size_t k = 0; k < RFT_COUNT(families); k++) check_lent(families[k]);
+    mode = MAPPED;
+}
+
 /* What is refused, by name; each allocation may fail. */
 static void test_errors(void) {
     static record unused;
@@ -353,6 +432,7 @@ int main(int argc, char **argv) {
         RUN(test_drafts);
         RUN(test_same_ids);
         RUN(test_turns);
+        RUN(test_lent);
         RUN(test_scheduler);
         RUN(test_errors);
     }
