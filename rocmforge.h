@@ -48,7 +48,7 @@
  *   thoughts and calls in a text       rf_answer_open
  *   JSON, a schema, a grammar          rf_grammar_open; rf_generate_desc.grammar, rf_sampler_desc.grammar
  *   faster by drafts (speculation)     rf_drafter_open; rf_generate_desc.drafter, rf_request.drafter
- *   drafts of the model's MTP head     rf_model_desc.mtp, rf_session_desc.mtp, rf_drafter_desc.mtp
+ *   drafts of the model's MTP heads    rf_model_desc.mtp, rf_session_desc.mtp, rf_drafter_desc.mtp
  *   limit or ban tokens                rf_sampler_desc.bias, or logits_fn, which sees and changes the logits
  *   against repetition                 rf_sampler_desc: DRY, penalties; rf_dry_breakers_find
  *   the same text again                rf_sampler_desc.seed; temperature 0 is greedy
@@ -531,10 +531,10 @@ typedef struct rf_model_desc {
                                    GPU the first session that asks for it starts one thread per core, for all
                                    sessions and until the device is closed; on the CPU the device's threads do it */
     uint32_t expert_prefetch;   /* 1: idle readers fill free room in the expert cache, the likeliest first  */
-    uint32_t mtp;               /* 1: the file's head for multi-token prediction (MTP) in place of the model, for
+    uint32_t mtp;               /* N: the file's N-th head for multi-token prediction (MTP) in place of the model, for
                                    rf_drafter_desc.mtp. What it has in common with the model, as the embedding and the
-                                   output matrix, is loaded once if the model is open. Known are those of qwen35, qwen35moe, qwen3next,
-                                   glm4moe, deepseek2, mimo2, step35, nemotron_h_moe; of several the first     */
+                                   output matrix, is loaded once if the model is open. Known are those of qwen35,
+                                   qwen35moe, qwen3next, glm4moe, deepseek2, mimo2, step35, nemotron_h_moe     */
 } rf_model_desc;
 
 typedef struct rf_model_info {
@@ -556,6 +556,7 @@ typedef struct rf_model_info {
     uint32_t pooling;        /* rf_pooling of rf_session_embed, unless it is told           */
     uint32_t n_embd_out;     /* values of an embedded text                                  */
     uint32_t n_scores;       /* of a text, by its classifier; 0: it has none                */
+    uint32_t n_mtp;          /* heads for multi-token prediction in the file, if they are known */
 } rf_model_info;
 
 /* Make a model of a file on a device: read hyperparameters, check the shape of every tensor, build the plan. No
@@ -673,7 +674,7 @@ typedef struct rf_session_desc {
     uint32_t n_snapshots;  /* recurrent models, and deepseek4: older states that a sequence keeps, to be cut back to;
                               0 = 4, or 1 if n_seq_max > 1                                                       */
     uint32_t mtp;          /* 1: for rf_drafter_desc.mtp: hidden rows of all tokens come to the host, n_embd floats
-                              each, as a model whose file has an MTP head needs for it                           */
+                              each, for the MTP head that reads them                                             */
 } rf_session_desc;
 
 typedef struct rf_forecast {
@@ -1325,6 +1326,8 @@ typedef struct rf_drafter rf_drafter;
  * Returns how many were written; 0: none. An id out of range ends them. */
 typedef uint32_t (*rf_draft_fn)(const int32_t *tokens, uint32_t n_tokens, int32_t *drafts, uint32_t max, void *user);
 
+#define RF_MTP_HEADS 4 /* of a drafter, at most */
+
 /* Where drafts come from. The first of these that has any gives them all: n-grams, fn, draft model, MTP head. */
 typedef struct rf_drafter_desc {
     uint32_t max_drafts;  /* of a step: 1 to 15; 0 = 8                                                              */
@@ -1336,8 +1339,9 @@ typedef struct rf_drafter_desc {
     void *user;           /* of fn                                                                                  */
     rf_session *session;  /* of a draft model with the same vocabulary, or NULL: its greedy tokens. Borrowed until
                              rf_drafter_close; its sequence 0 is overwritten. Not the session that the drafts are for */
-    rf_session *mtp;      /* of the model's own MTP head (rf_model_desc.mtp), or NULL: its greedy tokens. Likewise; the
-                             session that the drafts are for has rf_session_desc.mtp                                  */
+    rf_session *mtp[RF_MTP_HEADS]; /* of the model's own MTP heads, first to last (rf_model_desc.mtp), or NULL: their
+                             greedy tokens, one of each and then the last one's. Likewise; the session that the drafts
+                             are for, and those of heads before another one, have rf_session_desc.mtp                 */
     rf_allocator allocator;
 } rf_drafter_desc;
 
@@ -7886,7 +7890,8 @@ typedef struct rfi_config {
     double alibi;                     /* 0: rope                                    */
     double clamp;                     /* of queries, keys and values; 0: none       */
     uint32_t n_blocks;                /* layers in the file: n_layers, then MTP layers */
-    int is_mtp;                       /* the MTP head alone, the last of n_layers   */
+    uint32_t n_mtp;                   /* MTP layers, one for each head              */
+    uint32_t is_mtp;                  /* N: the N-th head alone, the last of n_layers */
     rfi_layer_config *layers;         /* [n_layers]                                 */
     rfi_moe_config moe;
     rfi_mla_config mla, swa_mla;
@@ -8635,7 +8640,7 @@ static void rfi_config_layers(rfi_key_reader *k, rfi_config *c) {
         uint32_t listed = 0;
         if (t && t->kind != RFI_DELTA_NET) rfi_key_uint_of(k, &recurrent, il, c->n_blocks, &listed);
         if (scan && !t->only && !t->beside) l->recurrent = (int)listed;
-        const int head = c->is_mtp && il + 1 == c->n_layers,
+        const int head = il >= c->n_blocks - c->n_mtp,
                   attends = head || (!l->recurrent && !(t && t->one_part && l->n_ff));
         if (attends && (l->n_kv_heads == 0 || l->n_heads == 0 || l->n_heads % l->n_kv_heads)) {
             rfi_key_find(k, kv_heads.suffix);
@@ -9019,19 +9024,22 @@ static void rfi_config_pooling(rfi_key_reader *k, rfi_config *c) {
     if (c->n_buckets % 2) rfi_key_fail(k, RF_ERR_FORMAT, "want an even number, found %u", c->n_buckets);
 }
 
-/* The layers of the head: the model's, and its own, which has attention. Of several heads, each of which reads what the
- * one before made, it is the first. */
-static void rfi_config_mtp(rfi_key_reader *k, rfi_config *c, uint32_t n_mtp) {
+/* The layers of a head: the model's, those of the heads before, and its own, which has attention. */
+static void rfi_config_mtp(rfi_key_reader *k, rfi_config *c, uint32_t head) {
     const char *path = rfi_gguf_path(k->g);
     if (k->result != RF_OK) return;
-    if (n_mtp == 0)
+    if (c->n_mtp == 0)
         k->result = rfi_fail(k->err, RF_ERR_NOT_FOUND, 0, "%s: it has no MTP head (%s.nextn_predict_layers)", path,
                              c->arch->name);
     else if (!c->arch->mtp)
         k->result = rfi_fail(k->err, RF_ERR_UNSUPPORTED, 0, "%s: MTP heads of %s models are not supported", path,
                              c->arch->name);
-    c->is_mtp = 1;
-    c->n_layers++;
+    else if (head > c->n_mtp)
+        k->result = rfi_fail(k->err, RF_ERR_NOT_FOUND, head, "%s: it has no MTP head %u, there are %u", path, head,
+                             c->n_mtp);
+    if (k->result != RF_OK) return;
+    c->is_mtp = head;
+    c->n_layers += head;
 }
 
 /* Whether a block is an MTP head. Files of deepseek4 may name heads that are elsewhere, and do not count them. */
@@ -9042,24 +9050,23 @@ static int rfi_config_has_head(const rfi_key_reader *k, uint32_t block) {
     return rf_gguf_find_tensor(k->g, name, &t, NULL) == RF_OK;
 }
 
-/* Read everything, of the model or of its MTP head. c->layers is allocated with the file's allocator, also on failure;
+/* Read everything, of the model (mtp 0) or of its MTP head of that number. c->layers is allocated with the file's allocator, also on failure;
  * the caller frees it. */
-static rf_result rfi_config_read(const rf_gguf *g, int is_mtp, rfi_config *c, rf_error *err) {
+static rf_result rfi_config_read(const rf_gguf *g, uint32_t head, rfi_config *c, rf_error *err) {
     static const rfi_uint_key n_layers = {"block_count", 1, ROCMFORGE_MAX_LAYERS, 0, 1},
                               n_embd = {"embedding_length", 1, 1 << 20, 0, 1},
                               n_ctx = {"context_length", 1, UINT32_MAX, 0, 1};
     rfi_key_reader keys = {.g = g, .err = err}, *k = &keys;
-    uint32_t n_mtp = 0;
     memset(c, 0, sizeof *c);
     rfi_config_arch(k, c);
     rfi_key_uint(k, &n_layers, &c->n_blocks);
     if (k->result != RF_OK) return k->result;
     const rfi_arch *arch = c->arch;
     const rfi_uint_key mtp = {"nextn_predict_layers", 0, c->n_blocks - 1, 0, 0};
-    if (arch->moe || arch->recurrent) rfi_key_uint(k, &mtp, &n_mtp);
-    if (n_mtp && arch->compressed && !rfi_config_has_head(k, c->n_blocks - n_mtp)) n_mtp = 0;
-    c->n_layers = c->n_blocks - n_mtp;
-    if (is_mtp) rfi_config_mtp(k, c, n_mtp);
+    if (arch->moe || arch->recurrent) rfi_key_uint(k, &mtp, &c->n_mtp);
+    if (c->n_mtp && arch->compressed && !rfi_config_has_head(k, c->n_blocks - c->n_mtp)) c->n_mtp = 0;
+    c->n_layers = c->n_blocks - c->n_mtp;
+    if (head) rfi_config_mtp(k, c, head);
     rfi_key_uint(k, &n_embd, &c->n_embd);
     rfi_key_uint(k, &n_ctx, &c->n_ctx_train);
     rfi_key_real(k, arch->layer_norm ? "attention.layer_norm_epsilon" : "attention.layer_norm_rms_epsilon", 0, 0,
@@ -9092,7 +9099,7 @@ static rf_result rfi_config_read(const rf_gguf *g, int is_mtp, rfi_config *c, rf
     rfi_config_rope_pattern(k, c);
     if (arch->moe) rfi_config_experts(k, c);
     if (arch->recurrent) rfi_config_recurrent(k, c);
-    if (is_mtp) c->layers[c->n_layers - 1].recurrent = 0;
+    for (uint32_t il = c->n_blocks - c->n_mtp; il < c->n_layers; il++) c->layers[il].recurrent = 0;
     if (k->result != RF_OK) return k->result;
 
     rfi_config_heads(k, c);
@@ -18849,7 +18856,7 @@ static rf_result rfi_session_resolve(const rf_model *m, const rf_session_desc *d
     if (out->n_snapshots > RFI_MAX_SNAPSHOTS)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "session: n_snapshots %u: at most %u", out->n_snapshots,
                         RFI_MAX_SNAPSHOTS);
-    if (out->mtp && (!m->config.arch->mtp || m->config.is_mtp))
+    if (out->mtp && !m->config.arch->mtp)
         return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "session: mtp: MTP heads of %s models are not supported",
                         m->config.arch->name);
     return rfi_cache_check(&m->plan, out->cache_type, err);
@@ -19257,7 +19264,7 @@ static void rfi_snapshots_plan(rf_session *s, uint32_t n_rows) {
 static rf_result rfi_eval_check(rf_session *s, const rf_token_row *rows, uint32_t n_rows, rf_error *err) {
     const rf_session_desc *d = &s->desc;
     uint32_t n_logits = 0, n_vocab = s->m->plan.n_vocab;
-    const int mtp = s->m->config.is_mtp;
+    const int mtp = s->m->config.is_mtp != 0;
     memcpy(s->eval_lengths, s->lengths, d->n_seq_max * sizeof *s->eval_lengths);
     if (s->m->config.both_ways && n_rows > d->n_batch)
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_eval: %u rows, n_batch is %u: a model that attends both "
@@ -19757,7 +19764,7 @@ static rf_result rfi_eval_batch(rf_session *s, const rf_token_row *rows, uint32_
                                 rf_ticket *ticket, rf_error *err) {
     const rf_device_api *api = s->m->device->api;
     const uint32_t n_embd = s->m->plan.n_embd, first_logits_row = *n_logits;
-    const int mtp = s->m->config.is_mtp;
+    const int mtp = s->m->config.is_mtp != 0;
     rf_step step = {.rows = s->rows, .logit_rows = s->logit_rows, .n_rows = n_rows,
                     .first_logits_row = first_logits_row};
     memcpy(s->batch_begins, s->eval_lengths, s->desc.n_seq_max * sizeof *s->batch_begins);
@@ -30428,9 +30435,11 @@ ROCMFORGE_API rf_result rf_session_sample(rf_session *s, uint32_t i, rf_sampler 
  * Drafters: tokens that may come next, to be evaluated in one step with the token chosen last.
  * N-grams: a hash table has, for the last `ngram` tokens before each place, the last such place, and each place the one
  * before it with the same hash, as LZ77 finds repetitions.
- * MTP head: its row for a place has the token there and the model's hidden row of the place before; it guesses the next
- * token. So it can read a place once the model has evaluated the one before and chosen the token. Rows for drafts have
- * the head's own hidden rows, and are cut off again. */
+ * MTP heads: a head's row for a place has the token there and a hidden row of the place before, the first head's the
+ * model's and each other's that of the head before it; it guesses the next token (arXiv 2412.19437, 2.2). So the first
+ * can read a place once the model has evaluated the one before and chosen the token, the second one place more, whose
+ * token the first has guessed, and so on; for more drafts the last head reads its own hidden rows. Rows of guessed
+ * tokens are cut off again. */
 
 enum { RFI_MAX_DRAFTS = 15, RFI_DRAFT_CHAIN = 16, RFI_DRAFT_RUN = 64 };
 #define RFI_FIRST_SHARE 0.8 /* guess before drafts were judged: too little is never found out */
@@ -30444,15 +30453,22 @@ typedef struct rfi_draft_costs {
     uint8_t n_seen[RFI_MAX_DRAFTS + 1]; /* how often that was measured, 2 is the most              */
 } rfi_draft_costs;
 
+/* An MTP head, and what it will read. */
+typedef struct rfi_mtp_head {
+    rf_session *session;
+    float *hidden;     /* [capacity, n_embd] hidden rows that it has not read                  */
+    uint32_t n_hidden, capacity;
+    uint32_t first;    /* the place in the sequence of the first row that it holds             */
+} rfi_mtp_head;
+
 struct rf_drafter {
     rf_drafter_desc desc;
     int32_t *tokens;   /* [capacity] of the sequence, the token chosen last included           */
     uint32_t *earlier; /* [capacity] 1 + the place before with the same hash, 0: none          */
     uint32_t *last;    /* [n_last] by hash: 1 + the last place                                 */
     uint32_t n, capacity, n_last;
-    float *hidden;     /* [hidden_capacity, n_embd] MTP: hidden rows that the head has not read */
-    uint32_t n_hidden, hidden_capacity;
-    uint32_t mtp_first; /* the place in the sequence of the first row that the head holds      */
+    rfi_mtp_head heads[RF_MTP_HEADS];
+    uint32_t n_heads;
     double share;      /* of drafts that are accepted, if those before are                     */
     uint32_t n_judged; /* drafts that share rests on, few where it is to follow soon           */
     rfi_draft_costs costs; /* of rf_generate                                                   */
@@ -30477,6 +30493,19 @@ static rf_result rfi_draft_vocabulary(rf_model *m, rf_model *draft, rf_error *er
     return RF_OK;
 }
 
+/* Head k of a drafter is the model's, and hands on what the next one reads. */
+static rf_result rfi_mtp_check(const rf_model *m, const rf_drafter_desc *d, uint32_t k, uint32_t n_heads,
+                               rf_error *err) {
+    const rf_model *head = d->mtp[k]->m;
+    if (head->config.is_mtp != k + 1 || head->plan.n_embd != m->plan.n_embd || head->plan.n_vocab != m->plan.n_vocab)
+        return rfi_fail(err, RF_ERR_ARGUMENT, k, "rf_drafter_open: mtp[%u]: a session of %s, want one of the model's MTP "
+                        "head %u (rf_model_desc.mtp)", k, rfi_gguf_path(head->g), k + 1);
+    if (k + 1 < n_heads && !d->mtp[k]->desc.mtp)
+        return rfi_fail(err, RF_ERR_ARGUMENT, k, "rf_drafter_open: mtp[%u]: want rf_session_desc.mtp, another head "
+                        "follows", k);
+    return RF_OK;
+}
+
 ROCMFORGE_API rf_result rf_drafter_open(rf_model *m, const rf_drafter_desc *desc, rf_drafter **out, rf_error *err) {
     rf_drafter_desc d = desc ? *desc : (rf_drafter_desc){0};
     rfi_clear(err);
@@ -30489,14 +30518,14 @@ ROCMFORGE_API rf_result rf_drafter_open(rf_model *m, const rf_drafter_desc *desc
                         d.max_drafts, d.ngram, RFI_MAX_DRAFTS, RFI_DRAFT_RUN);
     rf_result r = rfi_check_allocator(&d.allocator, &d.allocator, err);
     if (r == RF_OK && d.session) r = rfi_draft_vocabulary(m, d.session->m, err);
-    if (r == RF_OK && d.mtp && (!d.mtp->m->config.is_mtp || d.mtp->m->plan.n_embd != m->plan.n_embd ||
-                                d.mtp->m->plan.n_vocab != m->plan.n_vocab))
-        r = rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_drafter_open: mtp: a session of %s, want one of the model's MTP head "
-                     "(rf_model_desc.mtp)", rfi_gguf_path(d.mtp->m->g));
+    uint32_t n_heads = 0;
+    while (n_heads < RF_MTP_HEADS && d.mtp[n_heads]) n_heads++;
+    for (uint32_t k = 0; r == RF_OK && k < n_heads; k++) r = rfi_mtp_check(m, &d, k, n_heads, err);
     if (r != RF_OK) return r;
     rf_drafter *o = (rf_drafter *)rfi_alloc(&d.allocator, 1, sizeof *o, "a drafter", err);
     if (!o) return RF_ERR_MEMORY;
-    *o = (rf_drafter){.desc = d, .share = RFI_FIRST_SHARE};
+    *o = (rf_drafter){.desc = d, .share = RFI_FIRST_SHARE, .n_heads = n_heads};
+    for (uint32_t k = 0; k < n_heads; k++) o->heads[k].session = d.mtp[k];
     *out = o;
     return RF_OK;
 }
@@ -30513,7 +30542,7 @@ ROCMFORGE_API rf_result rf_drafter_close(rf_drafter *d, rf_error *err) {
     if (!d) return RF_OK;
     const rf_allocator alloc = d->desc.allocator;
     rfi_drafter_free(d);
-    rfi_free(&alloc, d->hidden);
+    for (uint32_t k = 0; k < d->n_heads; k++) rfi_free(&alloc, d->heads[k].hidden);
     rfi_free(&alloc, d);
     return RF_OK;
 }
@@ -30588,101 +30617,145 @@ static rf_result rfi_draft_model(const rf_drafter *d, int32_t *drafts, uint32_t 
     return r;
 }
 
-/* ---- the MTP head ---- */
+/* ---- MTP heads ---- */
 
 /* The first place that the head has not read. */
-static uint32_t rfi_mtp_next(const rf_drafter *d) { return d->mtp_first + d->desc.mtp->lengths[0]; }
+static uint32_t rfi_mtp_next(const rfi_mtp_head *h) { return h->first + h->session->lengths[0]; }
 
-/* Whether the head can draft for s, and room for the hidden rows that come from it. */
+/* Whether the heads can draft for s, and room for the hidden rows that they read. */
 static rf_result rfi_mtp_prepare(rf_drafter *d, const rf_session *s, rf_error *err) {
     const uint32_t n_embd = s->m->plan.n_embd, capacity = s->desc.n_batch + 4 * RFI_MAX_DRAFTS;
-    if (!d || !d->desc.mtp) return RF_OK;
-    if (!s->desc.mtp || n_embd != d->desc.mtp->m->plan.n_embd)
+    if (d && d->n_heads && (!s->desc.mtp || n_embd != d->heads[0].session->m->plan.n_embd))
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "the drafter has an MTP head: want rf_session_desc.mtp of the session "
                         "that it drafts for");
-    if (capacity <= d->hidden_capacity) return RF_OK;
-    rfi_free(&d->desc.allocator, d->hidden);
-    d->hidden = (float *)rfi_alloc(&d->desc.allocator, (uint64_t)capacity * n_embd, sizeof *d->hidden, "hidden rows",
-                                   err);
-    d->n_hidden = 0, d->hidden_capacity = d->hidden ? capacity : 0;
-    return d->hidden ? RF_OK : RF_ERR_MEMORY;
+    for (uint32_t k = 0; d && k < d->n_heads; k++) {
+        rfi_mtp_head *h = &d->heads[k];
+        if (capacity <= h->capacity) continue;
+        rfi_free(&d->desc.allocator, h->hidden);
+        h->hidden = (float *)rfi_alloc(&d->desc.allocator, (uint64_t)capacity * n_embd, sizeof *h->hidden,
+                                       "hidden rows", err);
+        h->n_hidden = 0, h->capacity = h->hidden ? capacity : 0;
+        if (!h->hidden) return RF_ERR_MEMORY;
+    }
+    return RF_OK;
 }
 
-/* A sequence of s holds some tokens, and more will follow: keep what the head holds of them. The hidden row of the last
+/* A sequence of s holds some tokens, and more will follow: keep what the heads hold of them. The hidden row of the last
  * one is known only if the head was there at its end; else it is zeros, as before the first token. */
 static rf_result rfi_mtp_begin(rf_drafter *d, const rf_session *s, uint32_t seq, rf_error *err) {
-    rf_session *head = d ? d->desc.mtp : NULL;
     rf_result r = rfi_mtp_prepare(d, s, err);
-    if (!head || r != RF_OK) return r;
-    const uint32_t kept = s->lengths[seq], held = head->lengths[0], first = d->mtp_first;
+    const uint32_t kept = s->lengths[seq];
     const int32_t *tokens = s->tokens + (uint64_t)seq * s->desc.n_ctx;
-    uint32_t same = 0;
-    while (same < held && first + same < kept && head->tokens[same] == tokens[first + same]) same++;
-    if (first + same == kept && same == held && d->n_hidden == 1) return RF_OK;
-    if (first + same != kept) d->mtp_first = kept, same = 0;
-    memset(d->hidden, 0, s->m->plan.n_embd * sizeof *d->hidden);
-    d->n_hidden = 1;
-    return rf_session_truncate(head, 0, same, NULL, err);
+    for (uint32_t k = 0; r == RF_OK && d && k < d->n_heads; k++) {
+        rfi_mtp_head *h = &d->heads[k];
+        const uint32_t held = h->session->lengths[0], first = h->first;
+        uint32_t same = 0;
+        while (same < held && first + same < kept && h->session->tokens[same] == tokens[first + same]) same++;
+        if (first + same == kept && same == held && h->n_hidden == 1) continue;
+        if (first + same != kept) h->first = kept, same = 0;
+        memset(h->hidden, 0, s->m->plan.n_embd * sizeof *h->hidden);
+        h->n_hidden = 1;
+        r = rf_session_truncate(h->session, 0, same, NULL, err);
+    }
+    return r;
 }
 
-/* The model has evaluated n places from `place` on: rows of its last micro-batch from `row` on. */
-static void rfi_mtp_add(rf_drafter *d, const rf_session *s, uint32_t place, uint32_t row, uint32_t n) {
-    if (!d || !d->desc.mtp) return;
-    const uint32_t known = rfi_mtp_next(d) + d->n_hidden - 1, n_embd = s->m->plan.n_embd;
+/* What head k reads from, the model's session or that of the head before, has evaluated n places from `place` on: rows
+ * of its last micro-batch from `row` on. */
+static void rfi_mtp_add(rf_drafter *d, uint32_t k, const rf_session *from, uint32_t place, uint32_t row, uint32_t n) {
+    if (!d || k >= d->n_heads) return;
+    rfi_mtp_head *h = &d->heads[k];
+    const uint32_t known = rfi_mtp_next(h) + h->n_hidden - 1, n_embd = from->m->plan.n_embd;
     if (place > known || place + n <= known) return; /* a gap: no drafts; or evaluated again */
     const uint32_t skip = known - place;
     n -= skip;
-    if (n > d->hidden_capacity - d->n_hidden) return;
-    memcpy(d->hidden + (uint64_t)d->n_hidden * n_embd, s->hidden + (uint64_t)(row + skip) * n_embd,
-           (size_t)n * n_embd * sizeof *d->hidden);
-    d->n_hidden += n;
+    if (n > h->capacity - h->n_hidden) return;
+    memcpy(h->hidden + (uint64_t)h->n_hidden * n_embd, from->hidden + (uint64_t)(row + skip) * n_embd,
+           (size_t)n * n_embd * sizeof *h->hidden);
+    h->n_hidden += n;
 }
 
 /* The sequence was cut to n tokens, which were evaluated. */
 static void rfi_mtp_cut(rf_drafter *d, uint32_t n) {
-    if (!d || !d->desc.mtp || n + 1 < rfi_mtp_next(d)) return;
-    d->n_hidden = (uint32_t)rfi_min_u64(d->n_hidden, n + 1 - rfi_mtp_next(d));
+    for (uint32_t k = 0; d && k < d->n_heads; k++) {
+        rfi_mtp_head *h = &d->heads[k];
+        const uint32_t next = rfi_mtp_next(h);
+        if (n + 1 >= next) h->n_hidden = (uint32_t)rfi_min_u64(h->n_hidden, n + 1 - next);
+    }
 }
 
-/* The head reads places up to `end`, tokens of which are known; want: it guesses what follows the last one. When it is
- * full it begins anew: attention goes by distances. */
-static rf_result rfi_mtp_read(rf_drafter *d, const int32_t *tokens, uint32_t end, int want, rf_error *err) {
-    rf_session *head = d->desc.mtp;
-    const uint32_t n_embd = head->m->plan.n_embd, n_ctx = head->desc.n_ctx,
-                   n = end > rfi_mtp_next(d) ? (uint32_t)rfi_min_u64(end - rfi_mtp_next(d), d->n_hidden) : 0;
+/* Head k reads places up to `end`, tokens of which are known. drafts: places from d->n on have these, for now, and the
+ * head guesses what follows the last one. When it is full it begins anew: attention goes by distances. */
+static rf_result rfi_mtp_read(rf_drafter *d, uint32_t k, const int32_t *tokens, uint32_t end, const int32_t *drafts,
+                              rf_error *err) {
+    rfi_mtp_head *h = &d->heads[k];
+    rf_session *s = h->session;
+    const uint32_t n_embd = s->m->plan.n_embd, n_ctx = s->desc.n_ctx, begin = rfi_mtp_next(h),
+                   n = end > begin ? (uint32_t)rfi_min_u64(end - begin, h->n_hidden) : 0;
     rf_result r = RF_OK;
     for (uint32_t at = 0, part; r == RF_OK && at < n; at += part) {
-        if (head->lengths[0] == n_ctx) d->mtp_first += n_ctx, r = rf_session_truncate(head, 0, 0, NULL, err);
-        const uint32_t next = rfi_mtp_next(d);
-        part = (uint32_t)rfi_min_u64(rfi_min_u64(n - at, head->desc.n_batch), n_ctx - head->lengths[0]);
-        for (uint32_t i = 0; i < part; i++)
-            head->forward_rows[i] = (rf_token_row){
-                .token = tokens[next + i] < 0 ? 0 : tokens[next + i], /* came as floats: a guess without it */
-                .embedding = d->hidden + (uint64_t)(at + i) * n_embd, .pos = RF_POS_NEXT,
-                .want_logits = want && at + i + 1 == n};
-        if (r == RF_OK) r = rf_session_eval(head, head->forward_rows, part, err);
+        if (s->lengths[0] == n_ctx) h->first += n_ctx, r = rf_session_truncate(s, 0, 0, NULL, err);
+        const uint32_t next = rfi_mtp_next(h);
+        part = (uint32_t)rfi_min_u64(rfi_min_u64(n - at, s->desc.n_batch), n_ctx - s->lengths[0]);
+        for (uint32_t i = 0; i < part; i++) {
+            const int32_t token = drafts && next + i >= d->n ? drafts[next + i - d->n] : tokens[next + i];
+            s->forward_rows[i] = (rf_token_row){
+                .token = token < 0 ? 0 : token, /* came as floats: a guess without it */
+                .embedding = h->hidden + (uint64_t)(at + i) * n_embd, .pos = RF_POS_NEXT,
+                .want_logits = drafts && at + i + 1 == n};
+        }
+        if (r == RF_OK) r = rf_session_eval(s, s->forward_rows, part, err);
+        if (r == RF_OK) rfi_mtp_add(d, k + 1, s, next, 0, part);
     }
-    d->n_hidden -= n;
-    memmove(d->hidden, d->hidden + (uint64_t)n * n_embd, (size_t)d->n_hidden * n_embd * sizeof *d->hidden);
+    const uint32_t past = drafts ? (uint32_t)rfi_min_u64(n, d->n - begin) : n; /* rows that are not read again */
+    h->n_hidden -= past;
+    memmove(h->hidden, h->hidden + (uint64_t)past * n_embd, (size_t)h->n_hidden * n_embd * sizeof *h->hidden);
     return r;
 }
 
-/* The head's greedy tokens. */
+/* All heads read the tokens of places up to `end`. */
+static rf_result rfi_mtp_read_all(rf_drafter *d, const int32_t *tokens, uint32_t end, rf_error *err) {
+    rf_result r = RF_OK;
+    for (uint32_t k = 0; r == RF_OK && d && k < d->n_heads; k++) r = rfi_mtp_read(d, k, tokens, end, NULL, err);
+    return r;
+}
+
+/* Whether head k knows all that it reads before it guesses, with k drafts, and will not begin anew in the midst of them. */
+static int rfi_mtp_can_draft(const rf_drafter *d, uint32_t k) {
+    const rfi_mtp_head *h = &d->heads[k];
+    const uint32_t next = rfi_mtp_next(h), end = d->n + k, n_ctx = h->session->desc.n_ctx;
+    uint32_t full = h->first + n_ctx;
+    while (full <= d->n) full += n_ctx;
+    return next <= d->n && next < end && end - next <= h->n_hidden && full >= end;
+}
+
+/* The last head's own hidden row, and the token that it guessed from it. */
+static rf_result rfi_mtp_again(rfi_mtp_head *h, int32_t token, rf_error *err) {
+    float *hidden = h->hidden + (uint64_t)h->n_hidden * h->session->m->plan.n_embd;
+    rf_result r = rf_session_hidden(h->session, 0, 1, hidden, err);
+    const rf_token_row row = {.token = token, .embedding = hidden, .pos = RF_POS_NEXT, .want_logits = 1};
+    return r == RF_OK ? rf_session_eval(h->session, &row, 1, err) : r;
+}
+
+/* The heads' greedy tokens. */
 static rf_result rfi_draft_mtp(rf_drafter *d, int32_t *drafts, uint32_t max, uint32_t *n, rf_error *err) {
-    rf_session *head = d->desc.mtp;
-    if (d->n <= rfi_mtp_next(d) || d->n - rfi_mtp_next(d) != d->n_hidden) return RF_OK;
-    rf_result r = rfi_mtp_read(d, d->tokens, d->n, 1, err);
-    const uint32_t held = head->lengths[0];
-    while (r == RF_OK) {
-        r = rf_session_get_argmax(head, 0, &drafts[*n], err);
-        if (r != RF_OK || drafts[*n] < 0 || ++*n == max || head->lengths[0] == head->desc.n_ctx) break;
-        r = rf_session_hidden(head, 0, 1, d->hidden, err); /* which is empty */
-        const rf_token_row row = {.token = drafts[*n - 1], .embedding = d->hidden, .pos = RF_POS_NEXT,
-                                  .want_logits = 1};
-        if (r == RF_OK) r = rf_session_eval(head, &row, 1, err);
+    rf_result r = RF_OK;
+    for (uint32_t k = 0, last = d->n_heads - 1; r == RF_OK && *n < max; k += k < last) {
+        rfi_mtp_head *h = &d->heads[k];
+        if (*n > k ? h->session->lengths[0] == h->session->desc.n_ctx : !rfi_mtp_can_draft(d, k)) break;
+        r = *n > k ? rfi_mtp_again(h, drafts[*n - 1], err) : rfi_mtp_read(d, k, d->tokens, d->n + k, drafts, err);
+        if (r == RF_OK) r = rf_session_get_argmax(h->session, 0, &drafts[*n], err);
+        if (r != RF_OK || drafts[*n] < 0) break;
+        ++*n;
     }
-    const rf_result cut = rf_session_truncate(head, 0, held, NULL, r == RF_OK ? err : NULL);
-    return r == RF_OK ? cut : r;
+    for (uint32_t k = 0; k < d->n_heads; k++) {
+        const rfi_mtp_head *h = &d->heads[k];
+        if (rfi_mtp_next(h) <= d->n) continue;
+        const rf_result cut = rf_session_truncate(h->session, 0, d->n - h->first, NULL, r == RF_OK ? err : NULL);
+        if (r == RF_OK) r = cut;
+    }
+    rfi_mtp_cut(d, d->n);
+    return r;
 }
 
 /* ---- how many, and from where ---- */
@@ -30732,8 +30805,9 @@ static rf_result rfi_drafter_propose(rf_drafter *d, int32_t n_vocab, int32_t *dr
     if (max && *n == 0 && d->desc.fn) *n = d->desc.fn(d->tokens, d->n, drafts, max, d->desc.user);
     if (*n > max) *n = max;
     if (max && *n == 0 && d->desc.session) r = rfi_draft_model(d, drafts, max, n, err);
-    if (max && *n == 0 && d->desc.mtp && r == RF_OK) r = rfi_draft_mtp(d, drafts, max, n, err);
-    if (r == RF_OK && d->desc.mtp && d->n_hidden > RFI_MAX_DRAFTS) r = rfi_mtp_read(d, d->tokens, d->n, 0, err);
+    if (max && *n == 0 && d->n_heads && r == RF_OK) r = rfi_draft_mtp(d, drafts, max, n, err);
+    for (uint32_t k = 0; r == RF_OK && k < d->n_heads; k++)
+        if (d->heads[k].n_hidden > RFI_MAX_DRAFTS) r = rfi_mtp_read(d, k, d->tokens, d->n, NULL, err);
     for (uint32_t i = 0; i < *n; i++)
         if (drafts[i] < 0 || drafts[i] >= n_vocab) *n = i;
     return r;
@@ -31046,9 +31120,10 @@ static rf_result rfi_scheduler_read(rf_scheduler *sch, rf_error *err) {
     for (uint32_t i = 0; i < sch->n_running && r == RF_OK; i++) {
         const rfi_slot *slot = &sch->slots[i];
         rf_drafter *d = slot->request.drafter;
-        if (!d || !d->desc.mtp || slot->seq < 0 || slot->n_new == 0) continue;
-        rfi_mtp_add(d, sch->session, slot->n_held, slot->first_row, slot->n_new + slot->n_drafts);
-        if (slot->n_held < slot->request.n_prompt) r = rfi_mtp_read(d, d->tokens, slot->n_held + slot->n_new, 0, err);
+        if (!d || !d->n_heads || slot->seq < 0 || slot->n_new == 0) continue;
+        rfi_mtp_add(d, 0, sch->session, slot->n_held, slot->first_row, slot->n_new + slot->n_drafts);
+        if (slot->n_held < slot->request.n_prompt)
+            r = rfi_mtp_read_all(d, d->tokens, slot->n_held + slot->n_new, err);
     }
     return r;
 }
@@ -32268,7 +32343,7 @@ static rf_result rfi_generate_prompt(rfi_generating *g, uint32_t extra) {
 /* Append tokens to the sequence and keep the last one's logits. */
 static rf_result rfi_generate_eval(rfi_generating *g, const int32_t *ids, uint32_t n) {
     rf_session *s = g->s;
-    rf_drafter *mtp = g->d->drafter && g->d->drafter->desc.mtp ? g->d->drafter : NULL;
+    rf_drafter *mtp = g->d->drafter && g->d->drafter->n_heads ? g->d->drafter : NULL;
     const uint32_t most = mtp ? s->desc.n_batch : rfi_session_eval_rows(s->m, &s->desc);
     const int32_t *tokens = s->tokens + (uint64_t)(uint32_t)g->d->seq * s->desc.n_ctx;
     rf_result r = RF_OK;
@@ -32279,8 +32354,8 @@ static rf_result rfi_generate_eval(rfi_generating *g, const int32_t *ids, uint32
                                                 .want_logits = at + i + 1 == n};
         r = rf_session_eval(s, s->forward_rows, part, g->err);
         if (r == RF_OK && mtp) {
-            rfi_mtp_add(mtp, s, place, 0, part);
-            r = rfi_mtp_read(mtp, tokens, place + part, 0, g->err);
+            rfi_mtp_add(mtp, 0, s, place, 0, part);
+            r = rfi_mtp_read_all(mtp, tokens, place + part, g->err);
         }
         at += part;
     }
@@ -32313,7 +32388,7 @@ static rf_result rfi_generate_step(rfi_generating *g, int32_t token) {
                                             .want_logits = 1};
     const uint32_t place = s->lengths[g->d->seq];
     if (r == RF_OK) r = rf_session_eval(s, s->forward_rows, g->n_drafts + 1, g->err);
-    if (r == RF_OK) rfi_mtp_add(drafter, s, place, 0, g->n_drafts + 1);
+    if (r == RF_OK) rfi_mtp_add(drafter, 0, s, place, 0, g->n_drafts + 1);
     if (r != RF_OK) g->n_drafts = 0;
     g->seconds = rfi_now() - start;
     return r;
@@ -32563,9 +32638,9 @@ ROCMFORGE_API rf_result rf_generate(rf_session *s, const rf_generate_desc *desc,
     if (r != RF_OK) g.err = NULL; /* err says why */
     const rf_result settled = rfi_generate_settle(&g);
     if (r == RF_OK) r = settled;
-    if (r == RF_OK && desc->drafter && desc->drafter->desc.mtp) /* all but what the next turn begins with */
-        r = rfi_mtp_read(desc->drafter, s->tokens + (uint64_t)(uint32_t)desc->seq * s->desc.n_ctx,
-                         s->lengths[desc->seq], 0, err);
+    if (r == RF_OK) /* all but what the next turn begins with */
+        r = rfi_mtp_read_all(desc->drafter, s->tokens + (uint64_t)(uint32_t)desc->seq * s->desc.n_ctx,
+                             s->lengths[desc->seq], err);
     if (r == RF_OK) r = rfi_generate_flush(&g);
     if (r == RF_ERR_CANCELLED) {
         result->finish = RF_FINISH_CANCELLED;
@@ -32827,7 +32902,7 @@ static rf_result rfi_model_build(rf_model *m, const rf_model_desc *desc, rf_erro
                         "rf_model_open: load_policy %u, stream_policy %u or expert_policy %u is not known",
                         desc->load_policy, desc->stream_policy, desc->expert_policy);
     rfi_key_reader k = {.g = m->g, .err = err};
-    k.result = rfi_config_read(m->g, desc->mtp != 0, &m->config, err);
+    k.result = rfi_config_read(m->g, desc->mtp, &m->config, err);
     rfi_key_text(&k, "general.name", &m->name);
     rf_result r = k.result;
     if (r == RF_OK && desc->pre_tokenizer) {
@@ -32895,7 +32970,8 @@ ROCMFORGE_API rf_model_info rf_model_get_info(const rf_model *m) {
                           .weight_bytes = m->store->total_bytes, .is_encoder = c->arch->encoder != 0,
                           .both_ways = (uint32_t)c->both_ways, .pooling = c->pooling,
                           .n_embd_out = m->head.n_layers && !m->head.scores ? m->head.n_out : c->n_embd,
-                          .n_scores = m->head.scores ? m->head.n_out : 0};
+                          .n_scores = m->head.scores ? m->head.n_out : 0,
+                          .n_mtp = c->arch->mtp ? c->n_mtp : 0};
     for (uint32_t i = 0; i < m->plan.n_weights; i++) {
         const rf_plan_weight *w = &m->plan.weights[i];
         info.n_params += (uint64_t)w->n_in * w->n_rows * rf_plan_weight_matrices(w);

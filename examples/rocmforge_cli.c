@@ -89,8 +89,8 @@ typedef struct app {
     rf_grammar *grammar;    /* of --grammar, --json-schema; or NULL */
     rf_drafter *drafter;    /* of --draft, or NULL                  */
     rf_gguf *draft_g;       /* its draft model                      */
-    rf_model *draft_m;
-    rf_session *draft_s;
+    rf_model *draft_m[RF_MTP_HEADS];   /* or the model's MTP heads */
+    rf_session *draft_s[RF_MTP_HEADS];
     rf_chat_template *own_template;        /* of --jinja                       */
     const rf_chat_template *chat_template; /* that, or the model's; NULL: none */
     rf_model_info info;
@@ -407,8 +407,7 @@ static void close_all(app *a) {
     rf_session_close(a->s, NULL);
     rf_grammar_close(a->grammar, NULL);
     rf_drafter_close(a->drafter, NULL);
-    rf_session_close(a->draft_s, NULL);
-    rf_model_close(a->draft_m, NULL);
+    for (int k = 0; k < RF_MTP_HEADS; k++) rf_session_close(a->draft_s[k], NULL), rf_model_close(a->draft_m[k], NULL);
     if (a->draft_g) rf_gguf_close(a->draft_g, NULL);
     rf_model_close(a->m, NULL);
     rf_device_close(a->d, NULL);
@@ -890,21 +889,30 @@ static int open_grammar(app *a) {
     return r ? fail(a, FAILED, "%s: %s", is_text ? "--json-schema" : what, a->err.text) : code;
 }
 
-/* Open the draft model of a file, or the MTP head: path NULL. */
+/* Open the draft model of a file, or the MTP heads: path NULL. A file without any is refused as the first is opened. */
 static int open_draft_model(app *a, const char *path) {
     int code;
-    const rf_model_desc how = {.mtp = !path};
+    const uint32_t n = path || a->info.n_mtp == 0 ? 1 : a->info.n_mtp < RF_MTP_HEADS ? a->info.n_mtp : RF_MTP_HEADS;
     if (path && (code = lib(a, rf_gguf_open(path, NULL, &a->draft_g, &a->err)))) return code;
-    return lib(a, rf_model_open(path ? a->draft_g : a->g, a->d, &how, &a->draft_m, &a->err));
+    for (uint32_t k = 0; k < n; k++) {
+        const rf_model_desc how = {.mtp = path ? 0 : k + 1};
+        if ((code = lib(a, rf_model_open(path ? a->draft_g : a->g, a->d, &how, &a->draft_m[k], &a->err)))) return code;
+    }
+    return DONE;
 }
 
-static int open_draft_session(app *a) {
-    const uint32_t trained = rf_model_get_info(a->draft_m).n_ctx_train;
-    const rf_session_desc desc = {.n_ctx = trained && trained < a->n_ctx ? trained : a->n_ctx};
-    return lib(a, rf_session_open(a->draft_m, &desc, &a->draft_s, &a->err));
+static int open_draft_sessions(app *a) {
+    const uint32_t trained = rf_model_get_info(a->draft_m[0]).n_ctx_train;
+    int code = DONE;
+    for (int k = 0; k < RF_MTP_HEADS && a->draft_m[k] && !code; k++) {
+        const rf_session_desc desc = {.n_ctx = trained && trained < a->n_ctx ? trained : a->n_ctx,
+                                      .mtp = k + 1 < RF_MTP_HEADS && a->draft_m[k + 1]};
+        code = lib(a, rf_session_open(a->draft_m[k], &desc, &a->draft_s[k], &a->err));
+    }
+    return code;
 }
 
-/* Open a session for text and the drafter of --draft: n-grams, and behind them the MTP head or a draft model. */
+/* Open a session for text and the drafter of --draft: n-grams, and behind them the MTP heads or a draft model. */
 static int open_writing_session(app *a, uint64_t need, uint64_t n_tokens) {
     int code;
     const uint32_t max = (uint32_t)a->o.draft_max;
@@ -913,9 +921,9 @@ static int open_writing_session(app *a, uint64_t need, uint64_t n_tokens) {
     if ((code = open_session(a, need, n_tokens, a->o.draft ? max + 1 : 1))) return code;
     if (!a->o.draft) return DONE;
     if (asks && (code = open_draft_model(a, mtp ? NULL : a->o.draft))) return code;
-    if (asks && (code = open_draft_session(a))) return code;
-    const rf_drafter_desc desc = {.max_drafts = max, .session = mtp ? NULL : a->draft_s,
-                                  .mtp = mtp ? a->draft_s : NULL};
+    if (asks && (code = open_draft_sessions(a))) return code;
+    rf_drafter_desc desc = {.max_drafts = max, .session = mtp ? NULL : a->draft_s[0]};
+    if (mtp) memcpy(desc.mtp, a->draft_s, sizeof desc.mtp);
     return lib(a, rf_drafter_open(a->m, &desc, &a->drafter, &a->err));
 }
 
@@ -1990,14 +1998,15 @@ static int time_drafts(app *a, rf_drafter *drafter, drafted *g, double *tok_s) {
     return interrupted ? fail(a, INTERRUPTED, "interrupted") : DONE;
 }
 
-/* A line: n drafts a step (0: as many as pay), the oracle right as often as it says; or those of the MTP head, if its
- * session is open. The drafter learns across the runs, whose ids are those without drafts, or the line says so. */
+/* A line: n drafts a step (0: as many as pay), the oracle right as often as it says; or those of the MTP heads, if
+ * their sessions are open. The drafter learns across the runs, whose ids are those without drafts, or the line says so. */
 static int bench_drafts(app *a, oracle *o, uint32_t n, double plain, drafted *g) {
     int code = DONE;
     double tok_s[REPEAT_MAX];
     int same = 1;
-    const rf_drafter_desc desc = {.max_drafts = n ? n : (uint32_t)a->o.draft_max, .fixed = n > 0, .ngram = RF_NONE,
-                                  .fn = a->draft_s ? NULL : foresee, .user = o, .mtp = a->draft_s};
+    rf_drafter_desc desc = {.max_drafts = n ? n : (uint32_t)a->o.draft_max, .fixed = n > 0, .ngram = RF_NONE,
+                            .fn = a->draft_s[0] ? NULL : foresee, .user = o};
+    memcpy(desc.mtp, a->draft_s, sizeof desc.mtp);
     if ((code = lib(a, rf_drafter_open(a->m, &desc, &a->drafter, &a->err)))) return code;
     for (int run = -1; run < (int)a->o.n_repeat && !code; run++) { /* the first one does not count */
         code = time_drafts(a, a->drafter, g, &tok_s[run < 0 ? 0 : run]);
@@ -2012,7 +2021,7 @@ static int bench_drafts(app *a, oracle *o, uint32_t n, double plain, drafted *g)
     char drafts[16] = "adaptive", right[16];
     if (n) snprintf(drafts, sizeof drafts, "%u", n);
     snprintf(right, sizeof right, a->o.json ? "\"mtp\"" : "mtp");
-    if (!a->draft_s) snprintf(right, sizeof right, "%u", o->percent);
+    if (!a->draft_s[0]) snprintf(right, sizeof right, "%u", o->percent);
     printf(a->o.json ? ", {\"right_percent\": %s, \"drafts\": \"%s\", \"drafted\": %llu, \"accepted\": %llu, "
                        "\"tok_s\": %.2f, \"gain\": %.3f, \"same_ids\": %s}"
                      : "%13s  %8s  %8llu  %8llu  %8.2f  %5.3f  %s\n",
@@ -2080,7 +2089,7 @@ static int measure_drafts(app *a, ids *answer, drafted *g) {
         rf_session_close(a->s, NULL);
         a->s = NULL;
         a->o.draft = "mtp"; /* a session whose hidden rows come to the host */
-        if ((code = open_session(a, n, n, n_logits)) || (code = open_draft_session(a))) return code;
+        if ((code = open_session(a, n, n, n_logits)) || (code = open_draft_sessions(a))) return code;
         if ((code = bench_numbers(a, answer, 0, tok_s, g))) return code;
     }
     if (a->o.json) puts("]}");
@@ -2949,7 +2958,7 @@ static const flag flags[] = {
     {"--grammar", TEXT, AT(grammar), WRITE, 0, 0, 0, "F", "what the answer may be: a file of GBNF"},
     {"--json-schema", TEXT, AT(schema), WRITE, 0, 0, 0, "F|JSON", "the answer is JSON of this schema; {} is any"},
     {"--draft", TEXT, AT(draft), WRITE, 0, 0, 0, "ngram|mtp|F",
-     "faster: evaluate what followed the last tokens before; or else what the MTP head or a draft model says"},
+     "faster: evaluate what followed the last tokens before; or else what the MTP heads or a draft model say"},
     {"--draft-max, --draft-n", COUNT, AT(draft_max), WRITE | BENCH, 0, 1, 15, "N", "drafts in a step at most (8)"},
     {"--stop", LIST, AT(stop), WRITE, 0, 0, 0, "S", "a text that ends the answer; may be given many times"},
     {"-n, --max-tokens, --n-predict", LIMIT, AT(max_tokens), WRITE, 0, 0, INT32_MAX, "N",
@@ -2972,7 +2981,7 @@ static const flag flags[] = {
     {"--parallel", TEXT, AT(parallel), BENCH, 0, 0, 0, "1,2,4,...",
      "instead: steps of so many sequences, a token of each, after 256 tokens; a line for each"},
     {"--draft", TEXT, AT(shares), BENCH, 0, 0, 0, "0,50,...,mtp",
-     "instead: greedy text with 1, 2, 4, ... drafts a step, so many percent of them right, or the MTP head's"},
+     "instead: greedy text with 1, 2, 4, ... drafts a step, so many percent of them right, or the MTP heads'"},
     {"--peak", BYTES, AT(peak), BENCH, 0, 0, 0, "N", "read so much at once to measure the memory (1G); 0 = do not"},
     {"--decode", SWITCH, AT(decode), TOKENIZE, 0, 0, 0, NULL, "[1,2,3] in, text out"},
     {"--hex", SWITCH, AT(hex), TOKENIZE, 0, 0, 0, NULL, "text as the hex digits of its bytes"},

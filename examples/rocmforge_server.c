@@ -163,8 +163,8 @@ static struct server {
     rf_scheduler *scheduler;
     uint32_t n_ctx;                 /* tokens of a sequence                         */
     rf_gguf *draft_file;            /* of --draft FILE                              */
-    rf_model *draft_model;          /* of that, or the MTP head; or NULL            */
-    rf_session **draft_sessions;    /* [n_drafters] of that                         */
+    rf_model *draft_models[RF_MTP_HEADS]; /* of that, or the MTP heads; or NULL     */
+    rf_session **draft_sessions;    /* [n_drafters, RF_MTP_HEADS] of those          */
     rf_drafter **drafters;          /* [n_drafters], one for each that runs; the first n_idle wait for a request */
     uint32_t n_drafters, n_idle;    /* the scheduler thread's                       */
     int64_t started;
@@ -2958,21 +2958,28 @@ static rf_result set_sampling(rf_error *err) {
 static rf_result open_drafters(rf_error *err) {
     const options *o = &g.o;
     const int mtp = strcmp(o->draft, "mtp") == 0, has_model = mtp || strcmp(o->draft, "ngram") != 0;
-    const rf_model_desc how = {.mtp = (uint32_t)mtp};
+    const uint32_t n_mtp = g.info.n_mtp < RF_MTP_HEADS ? g.info.n_mtp : RF_MTP_HEADS,
+                   n_models = mtp && n_mtp ? n_mtp : (uint32_t)has_model; /* without a head: refused when it is opened */
     rf_result r = has_model && !mtp ? rf_gguf_open(o->draft, NULL, &g.draft_file, err) : RF_OK;
-    if (!r && has_model) r = rf_model_open(mtp ? g.file : g.draft_file, g.device, &how, &g.draft_model, err);
-    g.draft_sessions = calloc(o->n_parallel, sizeof(rf_session *));
+    for (uint32_t k = 0; !r && k < n_models; k++) {
+        const rf_model_desc how = {.mtp = mtp ? k + 1 : 0};
+        r = rf_model_open(mtp ? g.file : g.draft_file, g.device, &how, &g.draft_models[k], err);
+    }
+    g.draft_sessions = calloc(o->n_parallel, RF_MTP_HEADS * sizeof(rf_session *));
     g.drafters = calloc(o->n_parallel, sizeof(rf_drafter *));
     if (!r && (!g.draft_sessions || !g.drafters)) r = RF_ERR_MEMORY;
-    const uint32_t trained = g.draft_model ? rf_model_get_info(g.draft_model).n_ctx_train : 0;
-    const rf_session_desc session = {.n_ctx = trained && trained < g.n_ctx ? trained : g.n_ctx};
+    const uint32_t trained = g.draft_models[0] ? rf_model_get_info(g.draft_models[0]).n_ctx_train : 0;
     for (; !r && g.n_drafters < o->n_parallel; g.n_drafters++) {
-        rf_session **of = &g.draft_sessions[g.n_drafters];
-        if (has_model) r = rf_session_open(g.draft_model, &session, of, err);
-        const rf_drafter_desc drafter = {.max_drafts = o->n_drafts, .session = mtp ? NULL : *of,
-                                         .mtp = mtp ? *of : NULL};
+        rf_session **of = g.draft_sessions + (size_t)g.n_drafters * RF_MTP_HEADS;
+        for (uint32_t k = 0; !r && k < n_models; k++) {
+            const rf_session_desc session = {.n_ctx = trained && trained < g.n_ctx ? trained : g.n_ctx,
+                                             .mtp = k + 1 < n_models};
+            r = rf_session_open(g.draft_models[k], &session, &of[k], err);
+        }
+        rf_drafter_desc drafter = {.max_drafts = o->n_drafts, .session = mtp ? NULL : of[0]};
+        if (mtp) memcpy(drafter.mtp, of, sizeof drafter.mtp);
         if (!r) r = rf_drafter_open(g.model, &drafter, &g.drafters[g.n_drafters], err);
-        if (r) rf_session_close(*of, NULL);
+        for (uint32_t k = 0; r && k < n_models; k++) rf_session_close(of[k], NULL);
     }
     g.n_idle = g.n_drafters;
     return r;
@@ -2980,8 +2987,8 @@ static rf_result open_drafters(rf_error *err) {
 
 static void close_drafters(void) {
     for (uint32_t i = 0; i < g.n_drafters; i++) rf_drafter_close(g.drafters[i], NULL);
-    for (uint32_t i = 0; i < g.n_drafters; i++) rf_session_close(g.draft_sessions[i], NULL);
-    rf_model_close(g.draft_model, NULL);
+    for (uint32_t i = 0; i < g.n_drafters * RF_MTP_HEADS; i++) rf_session_close(g.draft_sessions[i], NULL);
+    for (uint32_t k = 0; k < RF_MTP_HEADS; k++) rf_model_close(g.draft_models[k], NULL);
     rf_gguf_close(g.draft_file, NULL);
     free(g.drafters), free(g.draft_sessions);
 }

@@ -665,10 +665,10 @@ OWN = ('norm', 'embedding', 'output')
 
 
 def mtp_head(mix, ffn, ffn_norm, raw):
-    """of tokens [T] and what the model made of the token before each, [T, n_embd]: hidden rows, raw or normed, and logits.
-    The block is one of the model's layers"""
-    def head(m, tokens, g):
-        il = trunk_layers(m)
+    """of tokens [T] and what the model, or the head before, made of the token before each, [T, n_embd]: hidden rows, raw or
+    normed, and logits. The block is one of the model's layers; k: of which head"""
+    def head(m, tokens, g, k):
+        il = trunk_layers(m) + k
         b = 'blk.%d.' % il
         def mine(*names): return next((b + name for name in names if m.has(b + name + '.weight')), None)
         e = m.at((mine('nextn.embed_tokens') or 'token_embd') + '.weight')[tokens]
@@ -2138,9 +2138,9 @@ def make_talkie():
     return m, forward
 
 
-def make_mimo2(mtp=False):
-    """heads and windows of each layer; keys are longer than values; sinks; the output of attention is scaled. The MTP
-    head's layer has a window, one matrix for queries, keys and values, and a dense ffn; it hands on what its norm reads"""
+def make_mimo2(mtp=0):
+    """heads and windows of each layer; keys are longer than values; sinks; the output of attention is scaled. The layers of
+    the MTP heads have windows, one matrix for queries, keys and values, and a dense ffn; they hand on what their norms read"""
     m = Model('mimo2', 'mimo2-mtp' if mtp else 'mimo2')
     common_keys(m, layers=2 + mtp, n_head=4, n_kv=2, head_dim=12, n_ff=32, base=1000.0, n_rot=4)
     m.u32(attention__value_length=8, attention__sliding_window=6, expert_count=4, expert_used_count=2, expert_feed_forward_length=16)
@@ -2162,15 +2162,16 @@ def make_mimo2(mtp=False):
         if il != 1: return gated_ffn(m, il, h)
         w = sigmoid_weights(m, il, h)
         return experts(m, il, h, w / w.sum(-1, keepdims=True))
-    if mtp:
-        m.u32(nextn_predict_layers=1)
-        m.norm('blk.2.layer_output_norm', N_EMBD)
-        put_mtp(m)
-        m.tensors['blk.2.attn_qkv.weight'] = np.concatenate([m.tensors.pop('blk.2.attn_%s.weight' % part) for part in 'qkv'])
+    if mtp: m.u32(nextn_predict_layers=mtp)
+    for il in range(2, 2 + mtp):
+        b = 'blk.%d.' % il
+        m.norm(b + 'layer_output_norm', N_EMBD)
+        put_mtp(m, il=il)
+        m.tensors[b + 'attn_qkv.weight'] = np.concatenate([m.tensors.pop(b + 'attn_%s.weight' % part) for part in 'qkv'])
     return with_mtp(m, mix, ffn, raw=True)
 
 
-def make_mimo2_mtp(): return make_mimo2(mtp=True)
+def make_mimo2_mtp(): return make_mimo2(mtp=3)
 
 
 def make_maple():
@@ -2944,7 +2945,7 @@ def make_apertus():
 
 def make_step35(mtp=0):
     """layers with a window turn whole heads, the others half; gates of heads; what experts and others multiply is
-    limited, and their gates after SiLU. mtp: heads, whose layers have windows and no limits; the first one drafts"""
+    limited, and their gates after SiLU. mtp: heads, whose layers have windows and no limits"""
     m = Model('step35', 'step35-mtp' if mtp else 'step35')
     common_keys(m, layers=2 + mtp, n_head=4, n_kv=2, head_dim=8, n_ff=32, base=1000.0)
     m.u32(attention__sliding_window=6, expert_count=4, expert_used_count=2, expert_feed_forward_length=16,
@@ -3024,18 +3025,21 @@ def answers(m, forward):
 
 
 def mtp_answers(m, tokens):
-    """drafts after the prompt, each from the one before, and the head's logits of the prompt and of the drafts but the last;
-    None: a draft is a near tie. Before the first token there is nothing: zeros"""
+    """drafts after the prompt, each from the one before, and logits: the first head's of the prompt, and those of the drafts
+    but the first; None: a draft is a near tie. A head reads what the one before made of the token before, also of drafts; the
+    last one, for drafts beyond the heads, what it made itself. Before the first token there is nothing: zeros"""
     hidden, head = m.mtp
-    tokens, drafts = np.array(tokens), []
-    g = np.concatenate([np.zeros((1, N_EMBD)), hidden(m, tokens)[:-1]])
+    tokens, drafts, last = np.array(tokens), [], m.get('nextn_predict_layers') - 1
+    nothing = np.zeros((1, N_EMBD))
+    g, rows = np.concatenate([nothing, hidden(m, tokens)[:-1]]), []
     for i in range(N_DRAFTS):
-        x, table = head(m, tokens, g)
+        x, table = head(m, tokens, g, min(i, last))
         best = np.sort(table[-1])
         if best[-1] - best[-2] < GREEDY_MARGIN: return None
         drafts.append(int(table[-1].argmax()))
-        if i + 1 < N_DRAFTS: tokens, g = np.append(tokens, drafts[-1]), np.concatenate([g, x[-1:]])
-    return ['drafts ' + numbers('%d', drafts)] + [numbers('%.5f', row) for row in table]
+        rows += list(table if i == 0 else table[-1:])
+        tokens, g = np.append(tokens, drafts[-1]), np.concatenate([nothing, x] if i < last else [g, x[-1:]])
+    return ['drafts ' + numbers('%d', drafts)] + [numbers('%.5f', row) for row in rows]
 
 
 def encoder_answers(m, forward):

@@ -18,9 +18,10 @@ static const char *const families[] = {"qwen35-mtp", "qwen35moe-mtp", "glm4moe-m
                                        "qwen3next-mtp", "nemotron-h-moe-mtp"};
 static const uint64_t tight[] = {40000, 56000, 48000, 69000, 32000, 32000, 64000, 40000}; /* bytes of weights: they are streamed */
 
-static rig r;          /* the model      */
-static rf_model *head; /* and its head   */
-static rf_session *hs;
+static rig r;                         /* the model      */
+static rf_model *heads[RF_MTP_HEADS]; /* and its heads  */
+static rf_session *hs[RF_MTP_HEADS];
+static uint32_t n_heads;
 static int mode;           /* of the file */
 static uint64_t budget;    /* bytes for the weights of each; 0: no limit */
 static const char *device; /* NULL: the CPU                              */
@@ -28,13 +29,26 @@ static rf_device_info gpus[8];
 static uint32_t n_gpus;
 
 static int32_t prompt[N_PROMPT], drafts[N_DRAFTS];
-static float wanted[N_PROMPT + N_DRAFTS - 1][N_VOCAB]; /* the head's logits */
+static float wanted[N_PROMPT + N_DRAFTS - 1][N_VOCAB]; /* the first head's logits, then those that make the other drafts */
 
+static void close_sessions(rf_session **of) {
+    for (uint32_t k = 0; k < n_heads; k++) rf_session_close(of[k], NULL), of[k] = NULL;
+}
 static void close_all(void) {
-    rf_session_close(hs, NULL);
-    CHECK(rf_model_close(head, NULL) == RF_OK);
-    hs = NULL, head = NULL;
+    close_sessions(hs);
+    for (uint32_t k = 0; k < n_heads; k++) CHECK(rf_model_close(heads[k], NULL) == RF_OK);
+    memset(heads, 0, sizeof heads);
+    n_heads = 0;
     rig_close(&r);
+}
+
+static int open_sessions(uint32_t n_ctx, rf_session **out) {
+    rf_result res = RF_OK;
+    for (uint32_t k = 0; k < n_heads && res == RF_OK; k++) {
+        const rf_session_desc desc = {.n_ctx = n_ctx, .n_logits_max = 32, .mtp = k + 1 < n_heads, .cache_type = RF_CACHE_F32};
+        res = rf_session_open(heads[k], &desc, &out[k], &r.err);
+    }
+    return res == RF_OK;
 }
 
 static int open_all(const char *name, uint32_t n_batch, uint32_t n_ctx_head) {
@@ -42,10 +56,12 @@ static int open_all(const char *name, uint32_t n_batch, uint32_t n_ctx_head) {
     close_all();
     snprintf(path, sizeof path, "tests/family/%s.gguf", name);
     const rf_session_desc desc = {.n_ctx = 96, .n_batch = n_batch, .n_logits_max = 8, .n_snapshots = 8, .mtp = 1, .cache_type = RF_CACHE_F32};
-    const rf_session_desc head_desc = {.n_ctx = n_ctx_head, .n_logits_max = 32, .cache_type = RF_CACHE_F32};
     if (!rig_open(&r, &(rig_how){.path = path, .mode = mode, .device = device, .model = &(rf_model_desc){.budget_bytes = budget}, .session = &desc})) return 0;
-    CHECK(rf_model_open(r.g, r.d, &(rf_model_desc){.mtp = 1, .budget_bytes = budget}, &head, &r.err) == RF_OK, "%s", r.err.text);
-    return head && rf_session_open(head, &head_desc, &hs, &r.err) == RF_OK;
+    n_heads = rf_model_get_info(r.m).n_mtp;
+    if (n_heads == 0 || n_heads > RF_MTP_HEADS) return 0;
+    for (uint32_t k = 0; k < n_heads; k++)
+        if (rf_model_open(r.g, r.d, &(rf_model_desc){.mtp = k + 1, .budget_bytes = budget}, &heads[k], &r.err) != RF_OK) return 0;
+    return open_sessions(n_ctx_head, hs);
 }
 
 /* Tokens of the prompt, and of a head's drafts and logits after it. */
@@ -73,37 +89,53 @@ static double distance(const float *logits, const float *want) {
     return worst;
 }
 
-/* Every logit of the head: the prompt in calls of some rows, then drafts from the head's own hidden rows. */
-static void check_logits(const char *name, uint32_t part) {
-    static float hidden[N_PROMPT + 1][64];
-    float *logits;
+/* Head k reads places before `end`, in calls of some rows; of the tokens from N_PROMPT on drafts. given: [end] hidden rows, in
+ * whose place come the head's own. Returns how far its logits are from the reference's; *id: its draft. */
+static double read_places(uint32_t k, uint32_t end, uint32_t part, float (*given)[64], int32_t *id) {
+    rf_token_row rows[N_PROMPT + N_DRAFTS];
+    static float own[N_PROMPT + N_DRAFTS][64];
     double worst = 0;
-    int32_t id = -1;
-    REQUIRE(open_all(name, 0, 64) && read_answers(name), "%s: %s", name, r.err.text);
-    const uint32_t n_embd = rf_model_get_info(r.m).n_embd;
-    memset(hidden, 0, sizeof hidden);
-    CHECK(n_embd <= 64 && rf_session_forward(r.s, prompt, N_PROMPT, NULL, &r.err) == RF_OK, "%s", r.err.text);
-    for (uint32_t i = 0; i < N_PROMPT; i++) memcpy(hidden[i + 1], r.s->hidden + i * n_embd, n_embd * sizeof(float));
-    for (uint32_t at = 0, n; at < N_PROMPT; at += n) {
-        rf_token_row rows[N_PROMPT];
-        n = part < N_PROMPT - at ? part : N_PROMPT - at;
+    float *logits;
+    for (uint32_t at = 0, n; at < end; at += n) {
+        n = part < end - at ? part : end - at;
         for (uint32_t i = 0; i < n; i++)
-            rows[i] = (rf_token_row){.token = prompt[at + i], .embedding = hidden[at + i], .pos = RF_POS_NEXT, .want_logits = 1};
-        REQUIRE(rf_session_eval(hs, rows, n, &r.err) == RF_OK, "%s", r.err.text);
-        for (uint32_t i = 0; i < n; i++) {
-            REQUIRE(rf_session_get_logits(hs, i, &logits, NULL) == RF_OK);
-            worst = fmax(worst, distance(logits, wanted[at + i]));
+            rows[i] = (rf_token_row){.token = at + i < N_PROMPT ? prompt[at + i] : drafts[at + i - N_PROMPT], .embedding = given[at + i],
+                                     .pos = RF_POS_NEXT, .want_logits = 1};
+        const rf_result res = rf_session_eval(hs[k], rows, n, &r.err);
+        CHECK(res == RF_OK && rf_session_get_argmax(hs[k], n - 1, id, NULL) == RF_OK, "%s", r.err.text);
+        for (uint32_t i = 0; res == RF_OK && i < n; i++) {
+            CHECK(rf_session_hidden(hs[k], i, 1, own[at + i], NULL) == RF_OK && rf_session_get_logits(hs[k], i, &logits, NULL) == RF_OK);
+            if (hs[k]->desc.mtp) CHECK(memcmp(own[at + i], hs[k]->hidden + i * r.n_embd, r.n_embd * sizeof(float)) == 0);
+            if (k == 0 || at + i + 1 == end) worst = fmax(worst, distance(logits, wanted[at + i]));
         }
-        CHECK(rf_session_hidden(hs, n - 1, 1, hidden[0], NULL) == RF_OK);
     }
-    CHECK(rf_session_get_argmax(hs, (N_PROMPT - 1) % part, &id, NULL) == RF_OK);
-    for (int i = 0; i < N_DRAFTS; i++) {
-        CHECK(id == drafts[i], "%s: draft %d is %d, want %d", name, i, id, drafts[i]);
-        if (i + 1 == N_DRAFTS) break;
-        const rf_token_row row = {.token = id, .embedding = hidden[0], .pos = RF_POS_NEXT, .want_logits = 1};
-        REQUIRE(rf_session_eval(hs, &row, 1, &r.err) == RF_OK && rf_session_get_logits(hs, 0, &logits, NULL) == RF_OK, "%s", r.err.text);
-        worst = fmax(worst, distance(logits, wanted[N_PROMPT + i]));
-        CHECK(rf_session_hidden(hs, 0, 1, hidden[0], NULL) == RF_OK && rf_session_get_argmax(hs, 0, &id, NULL) == RF_OK);
+    memcpy(given, own, end * sizeof *given);
+    return worst;
+}
+
+/* Every logit of the first head, and those of each draft: a head reads the text and the drafts before with what the one before
+ * made of it; the last one goes on with its own. */
+static void check_logits(const char *name, uint32_t part) {
+    static float hidden[N_PROMPT + N_DRAFTS][64];
+    int32_t id = -1;
+    double worst = 0;
+    REQUIRE(open_all(name, 0, 64) && read_answers(name), "%s: %s", name, r.err.text);
+    CHECK(r.n_embd <= 64 && rf_session_forward(r.s, prompt, N_PROMPT, NULL, &r.err) == RF_OK, "%s", r.err.text);
+    for (uint32_t i = 0; i < N_PROMPT; i++) memcpy(hidden[i], r.s->hidden + i * r.n_embd, r.n_embd * sizeof(float));
+    for (uint32_t i = 0; i < N_DRAFTS; i++) {
+        if (i < n_heads) {
+            memmove(hidden[1], hidden[0], (N_PROMPT + i) * sizeof *hidden);
+            memset(hidden[0], 0, sizeof *hidden);
+            worst = fmax(worst, read_places(i, N_PROMPT + i, part, hidden, &id));
+        } else {
+            float *logits, *own = hidden[N_PROMPT + n_heads - 2];
+            const rf_token_row row = {.token = id, .embedding = own, .pos = RF_POS_NEXT, .want_logits = 1};
+            REQUIRE(rf_session_eval(hs[n_heads - 1], &row, 1, &r.err) == RF_OK, "%s", r.err.text);
+            CHECK(rf_session_get_logits(hs[n_heads - 1], 0, &logits, NULL) == RF_OK && rf_session_get_argmax(hs[n_heads - 1], 0, &id, NULL) == RF_OK &&
+                  rf_session_hidden(hs[n_heads - 1], 0, 1, own, NULL) == RF_OK);
+            worst = fmax(worst, distance(logits, wanted[N_PROMPT + i - 1]));
+        }
+        CHECK(id == drafts[i], "%s: draft %u is %d, want %d", name, i, id, drafts[i]);
     }
     CHECK(worst < TOLERANCE, "%s on %s, in parts of %u: %g", name, device ? device : "cpu", part, worst);
 }
@@ -114,9 +146,16 @@ static void test_logits(void) {
 
 /* ---- as drafters ---- */
 
+static int forget(rf_session **of) {
+    int ok = 1;
+    for (uint32_t k = 0; k < n_heads; k++) ok = ok && rf_session_truncate(of[k], 0, 0, NULL, NULL) == RF_OK;
+    return ok;
+}
+
 static rf_drafter *drafter_of(rf_drafter_desc d) {
     rf_drafter *out = NULL;
-    d.allocator = memory_allocator(&r.mem), d.mtp = hs;
+    d.allocator = memory_allocator(&r.mem);
+    if (!d.mtp[0]) memcpy(d.mtp, hs, sizeof hs);
     if (d.ngram == 0) d.ngram = RF_NONE;
     CHECK(rf_drafter_open(r.m, &d, &out, &r.err) == RF_OK, "%s", r.err.text);
     return out;
@@ -188,7 +227,7 @@ static void test_same_ids(void) {
             memcpy(text, prompt, 20 * sizeof *text);
             memcpy(text + 20, got.ids, (n - 20) * sizeof *text);
             propose(one, got.ids[got.n - 1], warm);
-            CHECK(rf_session_truncate(r.s, 0, 0, NULL, NULL) == RF_OK && rf_session_truncate(hs, 0, 0, NULL, NULL) == RF_OK);
+            CHECK(rf_session_truncate(r.s, 0, 0, NULL, NULL) == RF_OK && forget(hs));
             rf_drafter *two = drafter_of((rf_drafter_desc){0});
             CHECK(generate(text, n, 0, 1, 0, two, &unused) == RF_OK, "%s", r.err.text);
             propose(two, got.ids[got.n - 1], fresh);
@@ -199,23 +238,23 @@ static void test_same_ids(void) {
 }
 
 /* A second turn goes on where the head is; another prompt, and a head that is full, begin anew. */
-static void test_turns(void) {
+static void check_turns(const char *name) {
     static record want, got;
     int32_t after[N_DRAFTS], again[N_DRAFTS];
-    REQUIRE(open_all(families[0], 0, 24) && read_answers(families[0]));
+    REQUIRE(open_all(name, 0, 24) && read_answers(name));
     rf_drafter *one = drafter_of((rf_drafter_desc){.max_drafts = 3, .fixed = 1});
     for (uint32_t turn = 0; turn < 3; turn++) {
         CHECK(rf_session_truncate(r.s, 0, 0, NULL, NULL) == RF_OK && generate(prompt + turn, 20, 0, 20, 0, NULL, &want) == RF_OK);
         CHECK(generate(prompt + turn, 20, 0, 20, 0, one, &got) == RF_OK, "%s", r.err.text);
-        CHECK(got.n == want.n && memcmp(got.ids, want.ids, got.n * 4) == 0 && hs->lengths[0] <= 24 && one->mtp_first > 0, "turn %u", turn);
+        CHECK(got.n == want.n && memcmp(got.ids, want.ids, got.n * 4) == 0 && hs[0]->lengths[0] <= 24 && one->heads[n_heads - 1].first > 0, "turn %u", turn);
     }
     CHECK(rf_drafter_close(one, NULL) == RF_OK);
 
     /* the head goes on with the second turn, and drafts as if all had been one prompt */
-    REQUIRE(open_all(families[0], 0, 96));
+    REQUIRE(open_all(name, 0, 96));
     one = drafter_of((rf_drafter_desc){.max_drafts = 3, .fixed = 1});
     CHECK(generate(prompt, 10, 0, 6, 0, one, &got) == RF_OK && generate(prompt + 10, 10, 1, 1, 0, one, &want) == RF_OK);
-    CHECK(one->mtp_first == 0 && hs->lengths[0] == rf_session_length(r.s, 0));
+    CHECK(one->heads[0].first == 0 && hs[0]->lengths[0] == rf_session_length(r.s, 0));
     propose(one, prompt[20], after);
     int32_t text[32];
     const uint32_t n = rf_session_length(r.s, 0);
@@ -225,6 +264,7 @@ static void test_turns(void) {
     CHECK(memcmp(after, again, sizeof after) == 0);
     CHECK(rf_drafter_close(one, NULL) == RF_OK);
 }
+static void test_turns(void) { check_turns(families[0]), check_turns(families[4]), check_turns(families[5]); }
 
 /* ---- of a scheduler ---- */
 
@@ -236,16 +276,16 @@ static int on_served(int32_t token, void *user) { return on_token(token, &((clie
 static void on_end(rf_result reason, void *user) { ((client *)user)->reason = reason; }
 
 /* Two requests, each with a head of its own, and one without: the same tokens; and the heads know the texts. */
-static void test_scheduler(void) {
+static void check_scheduler(const char *name) {
     static record want[3];
     static client clients[3];
     const rf_tokenizer *t = NULL;
     rf_scheduler *sch = NULL;
     rf_drafter *drafters[3] = {0};
-    rf_session *second = NULL;
+    rf_session *second[RF_MTP_HEADS] = {0};
     rf_sampler samplers[3];
     uint32_t n_active = 1;
-    REQUIRE(open_all(families[1], 0, 96) && read_answers(families[1]));
+    REQUIRE(open_all(name, 0, 96) && read_answers(name));
     for (int i = 0; i < 3; i++) {
         CHECK(rf_session_truncate(r.s, 0, 0, NULL, NULL) == RF_OK && generate(prompt + i, 20, 0, 24, 0, NULL, &want[i]) == RF_OK, "%s", r.err.text);
         CHECK(rf_sampler_init(&samplers[i], NULL, NULL) == RF_OK);
@@ -253,10 +293,11 @@ static void test_scheduler(void) {
     const rf_session_desc desc = {.n_ctx = 64, .n_seq_max = 3, .n_batch = 16, .n_logits_max = 12, .n_snapshots = 4, .mtp = 1, .cache_type = RF_CACHE_F32};
     rf_session_close(r.s, NULL);
     REQUIRE(rf_session_open(r.m, &desc, &r.s, &r.err) == RF_OK, "%s", r.err.text);
-    REQUIRE(rf_session_open(head, &(rf_session_desc){.n_ctx = 64, .cache_type = RF_CACHE_F32}, &second, &r.err) == RF_OK, "%s", r.err.text);
+    REQUIRE(open_sessions(64, second), "%s", r.err.text);
     CHECK(rf_model_get_tokenizer(r.m, &t, NULL) == RF_OK && rf_scheduler_open(r.s, t, 4, &sch, &r.err) == RF_OK, "%s", r.err.text);
     for (int i = 0; i < 3; i++) {
-        const rf_drafter_desc how = {.max_drafts = 3, .fixed = 1, .ngram = RF_NONE, .mtp = i ? second : hs, .allocator = memory_allocator(&r.mem)};
+        rf_drafter_desc how = {.max_drafts = 3, .fixed = 1, .ngram = RF_NONE, .allocator = memory_allocator(&r.mem)};
+        memcpy(how.mtp, i ? second : hs, sizeof hs);
         if (i < 2) CHECK(rf_drafter_open(r.m, &how, &drafters[i], &r.err) == RF_OK, "%s", r.err.text);
         clients[i] = (client){.reason = RF_ERR_BUSY};
         const rf_request q = {.prompt = prompt + i, .n_prompt = 20, .max_tokens = 24, .sampler = &samplers[i], .on_token = on_served, .on_end = on_end,
@@ -275,15 +316,16 @@ static void test_scheduler(void) {
         memcpy(text, prompt + i, 20 * sizeof *text);
         memcpy(text + 20, want[i].ids, (want[i].n - 1) * sizeof *text);
         rf_drafter *two = drafter_of((rf_drafter_desc){0});
-        CHECK(rf_session_truncate(r.s, 0, 0, NULL, NULL) == RF_OK && rf_session_truncate(two->desc.mtp, 0, 0, NULL, NULL) == RF_OK);
+        CHECK(rf_session_truncate(r.s, 0, 0, NULL, NULL) == RF_OK && forget(hs));
         CHECK(generate(text, 19 + want[i].n, 0, 1, 0, two, &unused) == RF_OK, "%s", r.err.text);
         propose(two, 7, fresh);
         CHECK(memcmp(warm, fresh, sizeof warm) == 0, "request %d: %d %d %d %d, of a prompt %d %d %d %d", i, warm[0], warm[1], warm[2], warm[3], fresh[0],
               fresh[1], fresh[2], fresh[3]);
         CHECK(rf_drafter_close(two, NULL) == RF_OK && rf_drafter_close(drafters[i], NULL) == RF_OK);
     }
-    rf_session_close(second, NULL);
+    close_sessions(second);
 }
+static void test_scheduler(void) { check_scheduler(families[1]), check_scheduler(families[4]); }
 
 /* ---- weights that the head and its model have in common ---- */
 
@@ -294,15 +336,15 @@ static void check_again(const char *name) {
     double worst = 0;
     rf_token_row rows[N_PROMPT];
     const uint32_t n_embd = rf_model_get_info(r.m).n_embd;
-    CHECK(rf_session_truncate(r.s, 0, 0, NULL, NULL) == RF_OK && rf_session_truncate(hs, 0, 0, NULL, NULL) == RF_OK);
+    CHECK(rf_session_truncate(r.s, 0, 0, NULL, NULL) == RF_OK && rf_session_truncate(hs[0], 0, 0, NULL, NULL) == RF_OK);
     REQUIRE(rf_session_forward(r.s, prompt, N_PROMPT, NULL, &r.err) == RF_OK, "%s", r.err.text);
     for (uint32_t i = 0; i < N_PROMPT; i++) {
         if (i) memcpy(hidden[i], r.s->hidden + (i - 1) * n_embd, n_embd * sizeof(float));
         rows[i] = (rf_token_row){.token = prompt[i], .embedding = hidden[i], .pos = RF_POS_NEXT, .want_logits = 1};
     }
-    REQUIRE(rf_session_eval(hs, rows, N_PROMPT, &r.err) == RF_OK, "%s", r.err.text);
+    REQUIRE(rf_session_eval(hs[0], rows, N_PROMPT, &r.err) == RF_OK, "%s", r.err.text);
     for (uint32_t i = 0; i < N_PROMPT; i++) {
-        REQUIRE(rf_session_get_logits(hs, i, &logits, NULL) == RF_OK);
+        REQUIRE(rf_session_get_logits(hs[0], i, &logits, NULL) == RF_OK);
         worst = fmax(worst, distance(logits, wanted[i]));
     }
     CHECK(worst < TOLERANCE, "%s: %g", name, worst);
@@ -317,7 +359,7 @@ static void check_lent(const char *name) {
     uint64_t shared = 0, own = 0;
     snprintf(path, sizeof path, "tests/family/%s.gguf", name);
     REQUIRE(open_all(name, 0, 64) && read_answers(name), "%s: %s", name, r.err.text);
-    const rf_plan *of_head = rf_model_get_plan(head), *of_model = rf_model_get_plan(r.m);
+    const rf_plan *of_head = rf_model_get_plan(heads[0]), *of_model = rf_model_get_plan(r.m);
     for (uint32_t i = 0; i < of_head->n_weights; i++) {
         const rf_plan_weight *w = &of_head->weights[i];
         int both = 0;
@@ -325,26 +367,26 @@ static void check_lent(const char *name) {
         *(both ? &shared : &own) += w->size_bytes * rf_plan_weight_matrices(w);
     }
     if (shared == 0) return; /* the file has an embedding and an output matrix for the head */
-    CHECK(rf_model_preload_all(head, &r.err) == RF_OK, "%s: %s", name, r.err.text);
-    CHECK(rf_model_get_loading_stats(head).bytes_loaded == own && rf_model_get_loading_stats(r.m).bytes_loaded == shared, "%s", name);
-    CHECK(rf_model_is_tensor_loaded(head, "token_embd.weight") == rf_model_is_tensor_loaded(r.m, "token_embd.weight"));
-    CHECK(rf_model_preload_all(r.m, &r.err) == RF_OK && rf_model_get_loading_stats(head).bytes_loaded == own, "%s", r.err.text);
+    CHECK(rf_model_preload_all(heads[0], &r.err) == RF_OK, "%s: %s", name, r.err.text);
+    CHECK(rf_model_get_loading_stats(heads[0]).bytes_loaded == own && rf_model_get_loading_stats(r.m).bytes_loaded == shared, "%s", name);
+    CHECK(rf_model_is_tensor_loaded(heads[0], "token_embd.weight") == rf_model_is_tensor_loaded(r.m, "token_embd.weight"));
+    CHECK(rf_model_preload_all(r.m, &r.err) == RF_OK && rf_model_get_loading_stats(heads[0]).bytes_loaded == own, "%s", r.err.text);
     REQUIRE(rf_gguf_open(path, &(rf_gguf_desc){.no_map = 1, .allocator = memory_allocator(&r.mem)}, &g, &r.err) == RF_OK &&
             rf_model_open(g, r.d, &(rf_model_desc){.mtp = 1}, &alone, &r.err) == RF_OK && rf_model_preload_all(alone, &r.err) == RF_OK, "%s", r.err.text);
-    const uint64_t less = rf_model_get_loading_stats(head).device_bytes, all = rf_model_get_loading_stats(alone).device_bytes;
+    const uint64_t less = rf_model_get_loading_stats(heads[0]).device_bytes, all = rf_model_get_loading_stats(alone).device_bytes;
     CHECK(rf_model_get_loading_stats(alone).bytes_loaded == own + shared && all >= less + shared, "%s: %llu and %llu bytes", name,
           (unsigned long long)less, (unsigned long long)all);
     rf_forecast f = {0};
-    CHECK(rf_model_forecast(head, &(rf_session_desc){.n_ctx = 64}, &f, &r.err) == RF_OK && f.weight_bytes == less, "%llu", (unsigned long long)f.weight_bytes);
+    CHECK(rf_model_forecast(heads[0], &(rf_session_desc){.n_ctx = 64}, &f, &r.err) == RF_OK && f.weight_bytes == less, "%llu", (unsigned long long)f.weight_bytes);
     printf("    %s: %llu bytes on the device, %llu less than alone\n", name, (unsigned long long)less, (unsigned long long)(all - less));
     CHECK(rf_model_close(alone, NULL) == RF_OK && rf_gguf_close(g, NULL) == RF_OK);
 
     uint32_t left = 9;
     check_again(name);
     CHECK(rf_model_clear_device_cache(r.m, &left, NULL) == RF_OK && left == 0);
-    CHECK(rf_model_get_loading_stats(r.m).device_bytes == 0 && rf_model_get_loading_stats(head).device_bytes == 0);
+    CHECK(rf_model_get_loading_stats(r.m).device_bytes == 0 && rf_model_get_loading_stats(heads[0]).device_bytes == 0);
     check_again(name);
-    CHECK(rf_model_clear_device_cache(head, &left, NULL) == RF_OK && left == 0 && rf_model_get_loading_stats(r.m).device_bytes > 0);
+    CHECK(rf_model_clear_device_cache(heads[0], &left, NULL) == RF_OK && left == 0 && rf_model_get_loading_stats(r.m).device_bytes > 0);
     check_again(name);
     rf_session_close(r.s, NULL); /* the model goes first: the head still has what both use */
     CHECK(rf_model_close(r.m, NULL) == RF_OK);
@@ -352,8 +394,8 @@ static void check_lent(const char *name) {
     static float zeros[64];
     const rf_token_row row = {.token = prompt[0], .embedding = zeros, .pos = RF_POS_NEXT, .want_logits = 1};
     float *logits = NULL;
-    CHECK(rf_session_truncate(hs, 0, 0, NULL, NULL) == RF_OK && rf_session_eval(hs, &row, 1, &r.err) == RF_OK &&
-          rf_session_get_logits(hs, 0, &logits, NULL) == RF_OK && distance(logits, wanted[0]) < TOLERANCE, "%s: %s", name, r.err.text);
+    CHECK(rf_session_truncate(hs[0], 0, 0, NULL, NULL) == RF_OK && rf_session_eval(hs[0], &row, 1, &r.err) == RF_OK &&
+          rf_session_get_logits(hs[0], 0, &logits, NULL) == RF_OK && distance(logits, wanted[0]) < TOLERANCE, "%s: %s", name, r.err.text);
 }
 static void test_lent(void) {
     mode = COPIED;
@@ -368,9 +410,9 @@ static void test_errors(void) {
     rf_model *none = NULL;
     rf_session *plain = NULL;
     REQUIRE(open_all(families[0], 0, 64) && read_answers(families[0]));
-    CHECK(rf_drafter_open(r.m, &(rf_drafter_desc){.mtp = r.s}, &one, &r.err) == RF_ERR_ARGUMENT && strstr(r.err.text, "MTP head"), "%s", r.err.text);
-    CHECK(rf_session_open(head, &(rf_session_desc){.mtp = 1}, &plain, &r.err) == RF_ERR_UNSUPPORTED, "%s", r.err.text);
-    CHECK(rf_session_forward(hs, prompt, 1, NULL, &r.err) == RF_ERR_ARGUMENT && strstr(r.err.text, "hidden row"), "%s", r.err.text);
+    CHECK(rf_drafter_open(r.m, &(rf_drafter_desc){.mtp = {r.s}}, &one, &r.err) == RF_ERR_ARGUMENT && strstr(r.err.text, "MTP head"), "%s", r.err.text);
+    CHECK(rf_model_open(r.g, r.d, &(rf_model_desc){.mtp = 2}, &none, &r.err) == RF_ERR_NOT_FOUND && strstr(r.err.text, "no MTP head 2"), "%s", r.err.text);
+    CHECK(rf_session_forward(hs[0], prompt, 1, NULL, &r.err) == RF_ERR_ARGUMENT && strstr(r.err.text, "hidden row"), "%s", r.err.text);
     CHECK(rf_session_open(r.m, &(rf_session_desc){.n_ctx = 64, .n_logits_max = 4}, &plain, &r.err) == RF_OK);
     one = drafter_of((rf_drafter_desc){0});
     CHECK(rf_generate(plain, &(rf_generate_desc){.ids = prompt, .n_ids = 4, .drafter = one}, NULL, &r.err) == RF_ERR_ARGUMENT &&
@@ -378,12 +420,12 @@ static void test_errors(void) {
     rf_session_close(plain, NULL);
     CHECK(rf_drafter_close(one, NULL) == RF_OK);
 
-    CHECK(rf_model_preload_all(head, NULL) == RF_OK && rf_model_preload_all(r.m, NULL) == RF_OK);
+    CHECK(rf_model_preload_all(heads[0], NULL) == RF_OK && rf_model_preload_all(r.m, NULL) == RF_OK);
     const int64_t live = memory_read(&r.mem.live);
     rf_result res = RF_ERR_MEMORY;
     int n_failures = 0;
     for (int64_t fail = 1; fail < 60 && res != RF_OK; fail++) {
-        const rf_drafter_desc desc = {.allocator = memory_allocator(&r.mem), .mtp = hs};
+        const rf_drafter_desc desc = {.allocator = memory_allocator(&r.mem), .mtp = {hs[0]}};
         CHECK(rf_session_truncate(r.s, 0, 0, NULL, NULL) == RF_OK);
         r.mem.calls = 0, r.mem.fail_at = fail;
         res = rf_drafter_open(r.m, &desc, &one, &r.err);
