@@ -30442,7 +30442,11 @@ ROCMFORGE_API rf_result rf_session_sample(rf_session *s, uint32_t i, rf_sampler 
  * tokens are cut off again. */
 
 enum { RFI_MAX_DRAFTS = 15, RFI_DRAFT_CHAIN = 16, RFI_DRAFT_RUN = 64 };
-#define RFI_FIRST_SHARE 0.8 /* guess before drafts were judged: too little is never found out */
+#define RFI_FIRST_SHARE 0.5 /* guess before drafts were judged */
+#define RFI_SURE_SHARE 0.6
+#define RFI_ONCE 1.25 /* rows that take longer than so many steps each hold work that is done once */
+enum { RFI_PAPER_FIRST = 4 }; /* drafts that are judged on paper before any is evaluated, unless the share is sure */
+enum { RFI_PAPER_NONE, RFI_PAPER_FREE, RFI_PAPER_COSTS };
 
 /* What steps take. */
 typedef struct rfi_draft_costs {
@@ -30469,8 +30473,11 @@ struct rf_drafter {
     uint32_t n, capacity, n_last;
     rfi_mtp_head heads[RF_MTP_HEADS];
     uint32_t n_heads;
+    int32_t guess;     /* a draft on paper: of the next token, not evaluated; -1: none         */
+    uint8_t on_paper;  /* whether this step has one: RFI_PAPER_COSTS, if a model makes it      */
     double share;      /* of drafts that are accepted, if those before are                     */
     uint32_t n_judged; /* drafts that share rests on, few where it is to follow soon           */
+    double debt;       /* what tries have cost that did not pay, in steps; 3 % are paid back   */
     rfi_draft_costs costs; /* of rf_generate                                                   */
     double seconds, plain_seconds; /* of steps with known times; that their tokens take without drafts */
     rf_drafter_stats stats;
@@ -30524,7 +30531,7 @@ ROCMFORGE_API rf_result rf_drafter_open(rf_model *m, const rf_drafter_desc *desc
     if (r != RF_OK) return r;
     rf_drafter *o = (rf_drafter *)rfi_alloc(&d.allocator, 1, sizeof *o, "a drafter", err);
     if (!o) return RF_ERR_MEMORY;
-    *o = (rf_drafter){.desc = d, .share = RFI_FIRST_SHARE, .n_heads = n_heads};
+    *o = (rf_drafter){.desc = d, .share = RFI_FIRST_SHARE, .guess = -1, .n_heads = n_heads};
     for (uint32_t k = 0; k < n_heads; k++) o->heads[k].session = d.mtp[k];
     *out = o;
     return RF_OK;
@@ -30568,12 +30575,22 @@ static rf_result rfi_drafter_begin(rf_drafter *d, const rf_session *s, rf_error 
         d->capacity = n_ctx, d->n_last = n_last;
     }
     d->n = 0;
+    d->guess = -1;
     memset(d->last, 0, (size_t)d->n_last * sizeof *d->last);
     return RF_OK;
 }
 
+/* A draft was right or not, if those before it were right. What was judged soon after each other counts more where it is
+ * little: the text may have changed. */
+static void rfi_drafter_judge(rf_drafter *d, int right) {
+    d->share += (right - d->share) / (4 + d->n_judged);
+    if (d->n_judged < 45) d->n_judged++;
+}
+
 /* The sequence goes on with a token. It is full only where two requests share the drafter against the rule. */
 static void rfi_drafter_append(rf_drafter *d, int32_t token) {
+    if (d->guess >= 0) rfi_drafter_judge(d, d->guess == token);
+    d->guess = -1;
     if (d->n == d->capacity) return;
     const uint32_t at = d->n++, n = d->desc.ngram;
     d->tokens[at] = token;
@@ -30760,47 +30777,87 @@ static rf_result rfi_draft_mtp(rf_drafter *d, int32_t *drafts, uint32_t max, uin
 
 /* ---- how many, and from where ---- */
 
-/* Seconds of a step with k drafts: as measured twice, or on the line between the nearest numbers that were. Above those
- * a draft is guessed to cost a quarter of a step at most: too little is found out when it is tried, too much never. The
- * first time may hold work that is done once, and so it only lowers the guess. */
+/* Whether the seconds of a step with k drafts are known: measured twice, for the first time may hold work that is done
+ * once; or no longer than rows that cost a step each. */
+static int rfi_draft_cost_known(const rfi_draft_costs *c, uint32_t k) {
+    return c->n_seen[k] == 2 || (k && c->n_seen[k] && c->seconds[k] <= RFI_ONCE * (1 + k) * c->seconds[0]);
+}
+
+/* Seconds of a step with k drafts: as known, or on the line between the nearest numbers that are. Above those on the line
+ * through the last two; where there is one, a draft is guessed to cost a quarter of a step at most, and before any has
+ * been timed a third in the first steps: too little is found out when it is tried, too much never, but a short text shall
+ * not pay for it. A time that is not known yet only lowers the guess. */
 static double rfi_draft_cost(const rfi_draft_costs *c, uint32_t k) {
     const double *s = c->seconds;
     uint32_t below = k, above = k;
-    while (below && c->n_seen[below] < 2) below--;
-    while (above <= RFI_MAX_DRAFTS && c->n_seen[above] < 2) above++;
+    while (below && !rfi_draft_cost_known(c, below)) below--;
+    while (above <= RFI_MAX_DRAFTS && !rfi_draft_cost_known(c, above)) above++;
     if (below == k) return s[k];
-    double guess = s[below] + (below ? fmin((s[below] - s[0]) / below, s[0] / 4) : s[0] / 4) * (k - below);
+    uint32_t lower = below ? below - 1 : 0;
+    while (lower && !rfi_draft_cost_known(c, lower)) lower--;
+    double slope = s[0] / (below == 0 && c->n_plain < 32 ? 3 : 4);
+    if (lower) slope = fmax(0, (s[below] - s[lower]) / (below - lower));
+    else if (below) slope = fmin(slope, (s[below] - s[0]) / below);
+    double guess = s[below] + slope * (k - below);
     if (above <= RFI_MAX_DRAFTS) guess = fmin(guess, s[below] + (s[above] - s[below]) * (k - below) / (above - below));
     return c->n_seen[k] ? fmin(guess, s[k]) : guess;
 }
 
+/* Twice as many drafts as were ever tried, or two, at most max. */
+static uint32_t rfi_draft_limit(const rfi_draft_costs *c, uint32_t max) {
+    uint32_t most = RFI_MAX_DRAFTS;
+    while (most && !c->n_seen[most]) most--;
+    return (uint32_t)rfi_min_u64(max, most ? 2 * most : 2);
+}
+
+/* Whether a step without drafts shall have one on paper: in each where that costs nothing. One of a model is made in the
+ * first steps and then now and then, and counts much, as the text may have changed. */
+static uint8_t rfi_drafter_on_paper(rf_drafter *d, rfi_draft_costs *c) {
+    if (d->desc.fixed) return RFI_PAPER_NONE;
+    if (!d->desc.session && d->n_heads == 0) return RFI_PAPER_FREE;
+    if (c->n_seen[0] < 2 || (d->n_judged >= RFI_PAPER_FIRST && c->n_plain % 16 != 15)) return RFI_PAPER_NONE;
+    c->n_plain++;
+    d->n_judged = (uint32_t)rfi_min_u64(d->n_judged, RFI_PAPER_FIRST);
+    return RFI_PAPER_COSTS;
+}
+
 /* How many drafts pay beside n_others rows: with share a accepted, k drafts give 1 + a + ... + a^k tokens for the time
  * of a step. They must gain 3 %, as times are noisy. A step now and then measures what there is without drafts. Where
- * none pays some are tried now and then, ever more seldom: as many as one and a half steps more may buy, for many rows
- * may cost hardly more than two. What these show counts much, as the text may have changed. */
-static uint32_t rfi_drafter_count(rf_drafter *d, rfi_draft_costs *c, uint32_t n_others, uint32_t max) {
+ * none pays, but could if rows cost less than they did, some are tried now and then, ever more seldom: as many as one and
+ * a half steps more may buy, for many rows may cost hardly more than two. */
+static uint32_t rfi_drafter_pays(rf_drafter *d, rfi_draft_costs *c, uint32_t n_others, uint32_t max) {
     uint32_t best = 0;
     double rate = 0, tokens = n_others, share = 1;
-    if (d->desc.fixed) return max;
     if (c->n_seen[0] < 2 || c->n_drafting >= 64) return 0;
+    if (d->n_judged < RFI_PAPER_FIRST && d->share < RFI_SURE_SHARE) return 0;
+    max = rfi_draft_limit(c, max);
     for (uint32_t k = 0; k <= max; k++, share *= d->share) {
         tokens += share;
         const double per_second = tokens / rfi_draft_cost(c, k);
+        if (k && d->debt > 0 && !rfi_draft_cost_known(c, k)) continue;
         if (per_second > rate * (best || k == 0 ? 1 : 1.03)) rate = per_second, best = k;
     }
     if (best) c->n_probes = 0;
-    if (best || max == 0 || c->n_plain < 16u << rfi_min_u64(c->n_probes, 6)) return best;
+    if (best || max == 0 || d->share < 0.2 || c->n_plain < 64u << rfi_min_u64(c->n_probes, 6)) return best;
     c->n_probes++;
-    if (d->n_judged > 1) d->n_judged = 1;
-    for (best = 1; best < max && rfi_draft_cost(c, best + 1) <= 2.5 * c->seconds[0];) best++;
+    for (best = 1; best < max && rfi_draft_cost(c, best + 1) <= 3 * c->seconds[0];) best++;
     return best;
 }
 
-/* Drafts behind the tokens known, at most max. */
+/* How many drafts the next step shall have. Without, one may be on paper: drafts are judged before they cost rows. */
+static uint32_t rfi_drafter_count(rf_drafter *d, rfi_draft_costs *c, uint32_t n_others, uint32_t max) {
+    const uint32_t n = d->desc.fixed ? max : rfi_drafter_pays(d, c, n_others, max);
+    d->on_paper = n ? RFI_PAPER_NONE : rfi_drafter_on_paper(d, c);
+    return n;
+}
+
+/* Drafts behind the tokens known, at most max, or one on paper. */
 static rf_result rfi_drafter_propose(rf_drafter *d, int32_t n_vocab, int32_t *drafts, uint32_t max, uint32_t *n,
                                      rf_error *err) {
+    const int paper = max == 0 && d->on_paper;
     rf_result r = RF_OK;
     *n = 0;
+    if (paper) max = 1;
     if (max && d->desc.ngram != RF_NONE) *n = rfi_draft_ngrams(d, drafts, max);
     if (max && *n == 0 && d->desc.fn) *n = d->desc.fn(d->tokens, d->n, drafts, max, d->desc.user);
     if (*n > max) *n = max;
@@ -30810,6 +30867,9 @@ static rf_result rfi_drafter_propose(rf_drafter *d, int32_t n_vocab, int32_t *dr
         if (d->heads[k].n_hidden > RFI_MAX_DRAFTS) r = rfi_mtp_read(d, k, d->tokens, d->n, NULL, err);
     for (uint32_t i = 0; i < *n; i++)
         if (drafts[i] < 0 || drafts[i] >= n_vocab) *n = i;
+    if (!paper) return r;
+    d->guess = *n ? drafts[0] : -1;
+    *n = 0;
     return r;
 }
 
@@ -30834,11 +30894,10 @@ static void rfi_drafter_learn(rf_drafter *d, uint32_t n, uint32_t n_accepted, do
         d->seconds += seconds;
         d->plain_seconds += (n_accepted + 1) * plain;
         d->stats.gain = d->plain_seconds / d->seconds;
+        const double price = seconds > RFI_ONCE * (1 + n) * plain ? 1 : seconds / plain;
+        d->debt = fmax(d->debt + price - 1.03 * (1 + n_accepted), -2);
     }
-    for (uint32_t i = 0; i < n && i <= n_accepted; i++) {
-        d->share += ((i < n_accepted) - d->share) / (4 + d->n_judged);
-        if (d->n_judged < 45) d->n_judged++;
-    }
+    for (uint32_t i = 0; i < n && i <= n_accepted; i++) rfi_drafter_judge(d, i < n_accepted);
 }
 
 /* ==== 13f Continuous batching ========================================================================= >>scheduler
@@ -30880,6 +30939,7 @@ struct rf_scheduler {
     uint64_t n_ended;            /* requests                                           */
     int closing, in_callbacks;   /* 1: in rf_scheduler_close; in a call that runs callbacks */
     rfi_draft_costs draft_costs;
+    uint32_t on_paper;           /* 1: a model made drafts for it that are judged only on paper */
     double step_seconds;         /* of that batch; 0: it has rows of prompts           */
     uint32_t n_drafts;           /* of all requests in the current batch               */
     int has_prompts;             /* 1: that batch has rows of prompts                  */
@@ -31062,7 +31122,7 @@ static rf_result rfi_scheduler_draft(rf_scheduler *sch, rf_error *err) {
     const rf_session_desc *d = sch->desc;
     uint32_t n = 0, n_left = 0;
     rf_result r = RF_OK;
-    sch->n_drafts = 0;
+    sch->n_drafts = sch->on_paper = 0;
     for (uint32_t i = 0; i < sch->n_running; i++) {
         rfi_slot *slot = &sch->slots[i];
         slot->n_drafts = 0;
@@ -31085,6 +31145,7 @@ static rf_result rfi_scheduler_draft(rf_scheduler *sch, rf_error *err) {
                                 &slot->n_drafts, err);
         room -= slot->n_drafts;
         sch->n_drafts += slot->n_drafts;
+        sch->on_paper |= request->drafter->on_paper == RFI_PAPER_COSTS;
     }
     return r;
 }
@@ -31214,7 +31275,8 @@ ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active,
     if (r == RF_OK) r = rfi_scheduler_draft(sch, err);
     if (r == RF_OK && sch->n_running) r = rf_session_eval(sch->session, sch->rows, rfi_scheduler_fill(sch), err);
     sch->step_seconds = sch->has_prompts ? 0 : rfi_now() - start;
-    if (r == RF_OK && sch->step_seconds > 0) rfi_draft_costs_learn(&sch->draft_costs, sch->n_drafts, sch->step_seconds);
+    if (r == RF_OK && sch->step_seconds > 0 && !sch->on_paper)
+        rfi_draft_costs_learn(&sch->draft_costs, sch->n_drafts, sch->step_seconds);
     if (r == RF_OK) r = rfi_scheduler_read(sch, err);
     if (r == RF_OK) rfi_scheduler_sample(sch);
     sch->in_callbacks = 1;
@@ -32400,7 +32462,8 @@ static rf_result rfi_generate_settle(rfi_generating *g) {
     const int32_t *tokens = g->s->tokens + (uint64_t)seq * g->s->desc.n_ctx;
     const uint32_t n = g->s->lengths[seq] - rest;
     if (g->seconds > 0) {
-        rfi_draft_costs_learn(&g->d->drafter->costs, g->n_drafts, g->seconds);
+        if (g->d->drafter->on_paper != RFI_PAPER_COSTS)
+            rfi_draft_costs_learn(&g->d->drafter->costs, g->n_drafts, g->seconds);
         rfi_drafter_learn(g->d->drafter, g->n_drafts, g->row, g->seconds, g->d->drafter->costs.seconds[0]);
     }
     g->n_drafts = g->row = 0;
