@@ -2424,8 +2424,8 @@ typedef struct rf_weight_layout {
 } rf_weight_layout;
 
 /* Rows [row0, row0 + n_rows) of a weight to upload. src is pinned host memory, or the device copies it before
- * weight_write returns. In place: mem is NULL, src are the file's bytes, all rows. Lent: src is NULL, all rows are in mem
- * already, where another table has them; no experts. */
+ * weight_write returns. In place: mem is NULL, src are the file's bytes, all rows. Lent: src is NULL, and all rows are
+ * in mem already, where another table has them; no experts. */
 typedef struct rf_weight_part {
     uint32_t slot;          /* of rf_plan.n_slots: which matrix                             */
     uint32_t row0, n_rows;
@@ -7189,7 +7189,8 @@ static uint32_t rfi_store_clear(rfi_store *s, int idle) {
     return left;
 }
 
-/* Clear a store that no call uses, and those that it lends weights to, which no call uses either. Returns tensors left. */
+/* Clear a store that no call uses, and those that it lends weights to, which no call uses either. Returns tensors
+ * left. */
 static uint32_t rfi_store_unplace(rfi_store *s) { /* device.monitor held */
     for (rfi_store *o = s->device->stores; o; o = o->next)
         if (o->share.placed && o->share.placement.lender == &s->share.placement)
@@ -9050,8 +9051,8 @@ static int rfi_config_has_head(const rfi_key_reader *k, uint32_t block) {
     return rf_gguf_find_tensor(k->g, name, &t, NULL) == RF_OK;
 }
 
-/* Read everything, of the model (mtp 0) or of its MTP head of that number. c->layers is allocated with the file's allocator, also on failure;
- * the caller frees it. */
+/* Read everything, of the model (head 0) or of its MTP head of that number. c->layers is allocated with the file's
+ * allocator, also on failure; the caller frees it. */
 static rf_result rfi_config_read(const rf_gguf *g, uint32_t head, rfi_config *c, rf_error *err) {
     static const rfi_uint_key n_layers = {"block_count", 1, ROCMFORGE_MAX_LAYERS, 0, 1},
                               n_embd = {"embedding_length", 1, 1 << 20, 0, 1},
@@ -30505,8 +30506,8 @@ static rf_result rfi_mtp_check(const rf_model *m, const rf_drafter_desc *d, uint
                                rf_error *err) {
     const rf_model *head = d->mtp[k]->m;
     if (head->config.is_mtp != k + 1 || head->plan.n_embd != m->plan.n_embd || head->plan.n_vocab != m->plan.n_vocab)
-        return rfi_fail(err, RF_ERR_ARGUMENT, k, "rf_drafter_open: mtp[%u]: a session of %s, want one of the model's MTP "
-                        "head %u (rf_model_desc.mtp)", k, rfi_gguf_path(head->g), k + 1);
+        return rfi_fail(err, RF_ERR_ARGUMENT, k, "rf_drafter_open: mtp[%u]: a session of %s, want one of the model's "
+                        "MTP head %u (rf_model_desc.mtp)", k, rfi_gguf_path(head->g), k + 1);
     if (k + 1 < n_heads && !d->mtp[k]->desc.mtp)
         return rfi_fail(err, RF_ERR_ARGUMENT, k, "rf_drafter_open: mtp[%u]: want rf_session_desc.mtp, another head "
                         "follows", k);
@@ -30580,8 +30581,7 @@ static rf_result rfi_drafter_begin(rf_drafter *d, const rf_session *s, rf_error 
     return RF_OK;
 }
 
-/* A draft was right or not, if those before it were right. What was judged soon after each other counts more where it is
- * little: the text may have changed. */
+/* A draft was right or not, where those before it were right. */
 static void rfi_drafter_judge(rf_drafter *d, int right) {
     d->share += (right - d->share) / (4 + d->n_judged);
     if (d->n_judged < 45) d->n_judged++;
@@ -30737,7 +30737,8 @@ static rf_result rfi_mtp_read_all(rf_drafter *d, const int32_t *tokens, uint32_t
     return r;
 }
 
-/* Whether head k knows all that it reads before it guesses, with k drafts, and will not begin anew in the midst of them. */
+/* Whether head k knows all that it reads before it guesses, with k drafts, and will not begin anew in the midst of
+ * them. */
 static int rfi_mtp_can_draft(const rf_drafter *d, uint32_t k) {
     const rfi_mtp_head *h = &d->heads[k];
     const uint32_t next = rfi_mtp_next(h), end = d->n + k, n_ctx = h->session->desc.n_ctx;
@@ -30783,10 +30784,10 @@ static int rfi_draft_cost_known(const rfi_draft_costs *c, uint32_t k) {
     return c->n_seen[k] == 2 || (k && c->n_seen[k] && c->seconds[k] <= RFI_ONCE * (1 + k) * c->seconds[0]);
 }
 
-/* Seconds of a step with k drafts: as known, or on the line between the nearest numbers that are. Above those on the line
- * through the last two; where there is one, a draft is guessed to cost a quarter of a step at most, and before any has
- * been timed a third in the first steps: too little is found out when it is tried, too much never, but a short text shall
- * not pay for it. A time that is not known yet only lowers the guess. */
+/* Seconds of a step with k drafts: as known, or on the line between the nearest numbers that are. Above those on the
+ * line through the last two; where there is one, a draft is guessed to cost a quarter of a step at most, and before any
+ * has been timed a third in the first steps: too little is found out when it is tried, too much never, but a short text
+ * shall not pay for it. A time that is not known yet only lowers the guess. */
 static double rfi_draft_cost(const rfi_draft_costs *c, uint32_t k) {
     const double *s = c->seconds;
     uint32_t below = k, above = k;
@@ -30810,8 +30811,8 @@ static uint32_t rfi_draft_limit(const rfi_draft_costs *c, uint32_t max) {
     return (uint32_t)rfi_min_u64(max, most ? 2 * most : 2);
 }
 
-/* Whether a step without drafts shall have one on paper: in each where that costs nothing. One of a model is made in the
- * first steps and then now and then, and counts much, as the text may have changed. */
+/* Whether a step without drafts shall have one on paper: each step where that costs nothing. One of a model is made in
+ * the first steps and then now and then, and counts much, as the text may have changed. */
 static uint8_t rfi_drafter_on_paper(rf_drafter *d, rfi_draft_costs *c) {
     if (d->desc.fixed) return RFI_PAPER_NONE;
     if (!d->desc.session && d->n_heads == 0) return RFI_PAPER_FREE;
@@ -30822,9 +30823,9 @@ static uint8_t rfi_drafter_on_paper(rf_drafter *d, rfi_draft_costs *c) {
 }
 
 /* How many drafts pay beside n_others rows: with share a accepted, k drafts give 1 + a + ... + a^k tokens for the time
- * of a step. They must gain 3 %, as times are noisy. A step now and then measures what there is without drafts. Where
- * none pays, but could if rows cost less than they did, some are tried now and then, ever more seldom: as many as one and
- * a half steps more may buy, for many rows may cost hardly more than two. */
+ * of a step. They must gain 3 %, as times are noisy. A step now and then measures what there is without drafts. What
+ * was never timed is tried where nothing is owed. Where none pays, but could if rows cost less than they did, some are
+ * tried now and then, ever more seldom: as many as two steps more may buy, for many rows may cost hardly more. */
 static uint32_t rfi_drafter_pays(rf_drafter *d, rfi_draft_costs *c, uint32_t n_others, uint32_t max) {
     uint32_t best = 0;
     double rate = 0, tokens = n_others, share = 1;
@@ -30895,7 +30896,7 @@ static void rfi_drafter_learn(rf_drafter *d, uint32_t n, uint32_t n_accepted, do
         d->plain_seconds += (n_accepted + 1) * plain;
         d->stats.gain = d->plain_seconds / d->seconds;
         const double price = seconds > RFI_ONCE * (1 + n) * plain ? 1 : seconds / plain;
-        d->debt = fmax(d->debt + price - 1.03 * (1 + n_accepted), -2);
+        d->debt = fmax(d->debt + (n ? price - 1 - n_accepted : 0) - 0.03 * (1 + n_accepted), -2);
     }
     for (uint32_t i = 0; i < n && i <= n_accepted; i++) rfi_drafter_judge(d, i < n_accepted);
 }

@@ -1999,7 +1999,8 @@ static int time_drafts(app *a, rf_drafter *drafter, drafted *g, double *tok_s) {
 }
 
 /* A line: n drafts a step (0: as many as pay), the oracle right as often as it says; or those of the MTP heads, if
- * their sessions are open. The drafter learns across the runs, whose ids are those without drafts, or the line says so. */
+ * their sessions are open. The drafter learns across the runs, whose ids are those without drafts, or the line says
+ * so. */
 static int bench_drafts(app *a, oracle *o, uint32_t n, double plain, drafted *g) {
     int code = DONE;
     double tok_s[REPEAT_MAX];

@@ -2959,7 +2959,7 @@ static rf_result open_drafters(rf_error *err) {
     const options *o = &g.o;
     const int mtp = strcmp(o->draft, "mtp") == 0, has_model = mtp || strcmp(o->draft, "ngram") != 0;
     const uint32_t n_mtp = g.info.n_mtp < RF_MTP_HEADS ? g.info.n_mtp : RF_MTP_HEADS,
-                   n_models = mtp && n_mtp ? n_mtp : (uint32_t)has_model; /* without a head: refused when it is opened */
+                   n_models = mtp && n_mtp ? n_mtp : (uint32_t)has_model; /* without heads: refused when opened */
     rf_result r = has_model && !mtp ? rf_gguf_open(o->draft, NULL, &g.draft_file, err) : RF_OK;
     for (uint32_t k = 0; !r && k < n_models; k++) {
         const rf_model_desc how = {.mtp = mtp ? k + 1 : 0};
