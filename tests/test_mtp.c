@@ -270,6 +270,57 @@ static void check_turns(const char *name) {
 }
 static void test_turns(void) { check_turns(families[0]), check_turns(families[4]), check_turns(families[5]); }
 
+/* ---- every kind of drafter: penalties, a grammar, saved sequences ---- */
+
+/* Two turns of letters, sampled with penalties and a grammar. restored: before the second the sequence is saved and restored. */
+static void two_turns(rf_grammar *g, rf_drafter *drafter, int restored, record *out) {
+    static saved file;
+    const rf_session_io io = {saved_write, saved_read, &file};
+    *out = (record){0};
+    CHECK(rf_session_truncate(r.s, 0, 0, NULL, NULL) == RF_OK);
+    for (int turn = 0; turn < 2; turn++) {
+        rf_sampler sampler;
+        const rf_sampler_desc how = {.temperature = 0.7f, .seed = 5, .repeat_penalty = 1.3f, .frequency_penalty = 0.2f, .presence_penalty = 0.1f,
+                                     .bias = &(const rf_logit_bias){2, -INFINITY}, .n_bias = 1}; /* no end token */
+        CHECK(rf_sampler_init(&sampler, &how, NULL) == RF_OK);
+        const rf_generate_desc d = {.ids = turn ? prompt + 20 : prompt, .n_ids = turn ? 3 : 20, .append = (uint32_t)turn, .max_tokens = 20, .sampler = &sampler,
+                                    .grammar = g, .drafter = drafter, .on_token = on_token, .user = out};
+        CHECK(rf_generate(r.s, &d, NULL, &r.err) == RF_OK, "%s", r.err.text);
+        if (turn || !restored) continue;
+        file.n = file.at = 0;
+        CHECK(rf_session_save(r.s, 0, &io, &r.err) == RF_OK && rf_session_truncate(r.s, 0, 0, NULL, NULL) == RF_OK, "%s", r.err.text);
+        CHECK(rf_session_restore(r.s, 0, &io, &r.err) == RF_OK, "%s", r.err.text);
+    }
+}
+
+static void check_kinds(const char *name) {
+    static record want, got;
+    static const char *const kinds[] = {"MTP", "n-grams, then MTP", "a draft model", "n-grams"};
+    const rf_tokenizer *tokenizer = NULL;
+    rf_grammar *g = NULL;
+    rf_session *own = NULL;
+    REQUIRE(open_all(name, 0, 96) && read_answers(name));
+    CHECK(rf_model_get_tokenizer(r.m, &tokenizer, NULL) == RF_OK && rf_session_open(r.m, &(rf_session_desc){.n_ctx = 96}, &own, &r.err) == RF_OK);
+    CHECK(rf_grammar_open(tokenizer, RF_GRAMMAR_GBNF, rf_string_of("root ::= [A-P]*"), NULL, &g, &r.err) == RF_OK, "%s", r.err.text);
+    two_turns(g, NULL, 0, &want);
+    CHECK(want.n == 40);
+    for (uint32_t i = 0; i < want.n; i++) CHECK(want.ids[i] >= 4 && want.ids[i] < 20, "token %d", want.ids[i]); /* 4 is "A" */
+    for (int kind = 0; kind < 4; kind++)
+        for (int restored = 0; restored < 2; restored++) {
+            rf_drafter_desc d = {.max_drafts = 4, .fixed = 1, .ngram = kind % 2 ? 1 : RF_NONE, .session = kind == 2 ? own : NULL, .allocator = memory_allocator(&r.mem)};
+            rf_drafter *one = NULL;
+            if (kind < 2) memcpy(d.mtp, hs, sizeof hs);
+            CHECK(rf_drafter_open(r.m, &d, &one, &r.err) == RF_OK, "%s", r.err.text);
+            two_turns(g, one, restored, &got);
+            CHECK(got.n == want.n && memcmp(got.ids, want.ids, want.n * 4) == 0, "%s, %s%s: other tokens", name, kinds[kind], restored ? ", restored" : "");
+            CHECK(rf_drafter_get_stats(one).drafted > 10);
+            CHECK(rf_drafter_close(one, NULL) == RF_OK);
+        }
+    rf_session_close(own, NULL);
+    CHECK(rf_grammar_close(g, NULL) == RF_OK);
+}
+static void test_kinds(void) { check_kinds(families[0]), check_kinds(families[3]), check_kinds(families[4]); }
+
 /* ---- where the later heads matter ---- */
 
 static int ends(rf_string name, const char *end) { return name.len >= strlen(end) && memcmp(name.data + name.len - strlen(end), end, strlen(end)) == 0; }
@@ -542,6 +593,7 @@ int main(int argc, char **argv) {
         RUN(test_drafts);
         RUN(test_same_ids);
         RUN(test_turns);
+        RUN(test_kinds);
         RUN(test_later_heads);
         RUN(test_lent);
         RUN(test_scheduler);
