@@ -33206,7 +33206,8 @@ RFI_ONCE_CODE_END
  *            length; kimi-k3: op BLEND, RF_ACT_SITU. KV_STORE without values; rf_attention_params.n_dense.
  *          Speculation: rf_drafter_open, rf_generate_desc.drafter, rf_request.drafter. A recurrent sequence can be cut
  *            back to each of the last rows that asked for logits.
- *          MTP heads as drafters: rf_model_desc.mtp, rf_session_desc.mtp, rf_drafter_desc.mtp; rf_plan.ngrams -> given.
+ *          MTP heads as drafters: rf_model_desc.mtp (which head), rf_model_info.n_mtp, rf_session_desc.mtp,
+ *            rf_drafter_desc.mtp[]; rf_plan.ngrams -> given. Tables lend weights: rf_weight_part without src.
  *          dots3note, hrm_text, hy_v4, qwen4exp: ops HYPER, SPREAD (hyper-connections); rf_plan.given, rows of a table
  *            that stays in the file; rf_conv_params.dilation, and means; rf_rope_params.shift.
  *          gemma3n: ops MATCH and TRIM, rf_mix_params.n_out, rf_spread_params.first.
