@@ -280,7 +280,7 @@ def test_drafts():
 def test_mtp():
     texts = []
     for options in ((), ('--draft', 'mtp', '--draft-max', '2')):
-        with Server('tests/family/qwen35moe-mtp.gguf', '--parallel', '2', *options) as s:
+        with Server('tests/family/qwen35-mtp.gguf', '--parallel', '2', *options) as s:
             bodies = [{'prompt': p, 'max_tokens': 40, 'temperature': 0} for p in ('ABC', 'QRST', 'ABCD')]
             texts.append([s.post('/v1/completions', b)[1]['choices'][0]['text'] for b in bodies])
             check((s.metric('drafted_tokens_total') > 0) == bool(options), '%s: drafts' % (options,))
