@@ -1484,18 +1484,19 @@ RFK_DEVICE void rfk_convert4(const rfk_int8_rows &to, size_t row, uint32_t n, ui
     word[i % 2] = v;
 }
 
-/* Quantize rows of floats for a matmul.   grid [rows, ceil(n / 1024)]   block 256 */
+/* Quantize rows of floats for a matmul, or the first n values of each head, side by side.
+ *   grid [rows, ceil(n / 1024), heads]   block 256 */
 struct rfk_quantize_args {
     const float *in;
     rfk_int8_rows to;
-    uint32_t in_stride, n;
+    uint32_t in_stride, n, head; /* head: values from one head to the next */
 };
 template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_quantize(rfk_quantize_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
     uint32_t i = blockIdx.y * RFK_BLOCK + threadIdx.x;
     float x[4];
-    rfk_get4(a.in + (size_t)blockIdx.x * a.in_stride, i, a.n, x);
-    rfk_convert4<WAVE>(a.to, blockIdx.x, a.n, i, x, i < a.n / 4);
+    rfk_get4(a.in + (size_t)blockIdx.x * a.in_stride + (size_t)blockIdx.z * a.head, i, a.n, x);
+    rfk_convert4<WAVE>(a.to, blockIdx.x, a.n * gridDim.z, blockIdx.z * (a.n / 4) + i, x, i < a.n / 4);
 }
 
 /* out (+)= x / sqrt(mean(x^2) + eps) * w + b over n values, x = in, or in - mean(in) if `center`; also quantized for
@@ -3347,16 +3348,18 @@ struct rfk_experts_args {
     uint32_t kernel_type; /* rfk_kernel_type of `heads`, for rfk_across */
 };
 
-/* The matrix of this block's choice; *row becomes the row in it. */
-RFK_DEVICE rfk_weight rfk_choice(const rfk_experts_args &a, uint32_t *expert, uint32_t *row) {
+/* The matrix of an expert, or of a head; *row becomes the row in it. */
+RFK_DEVICE rfk_weight rfk_expert_matrix(const rfk_experts_args &a, uint32_t expert, uint32_t *row) {
     *row += a.row0;
-    if (!a.route) {
-        *expert = 0;
-        *row += blockIdx.y * a.head_rows;
-        return a.heads;
-    }
-    *expert = reinterpret_cast<const uint32_t *>(a.route)[(size_t)blockIdx.z * a.route_stride + blockIdx.y];
-    return a.w[*expert];
+    if (a.route) return a.w[expert];
+    *row += expert * a.head_rows;
+    return a.heads;
+}
+/* That of this block's choice. */
+RFK_DEVICE rfk_weight rfk_choice(const rfk_experts_args &a, uint32_t *expert, uint32_t *row) {
+    const uint32_t *ids = reinterpret_cast<const uint32_t *>(a.route);
+    *expert = ids ? ids[(size_t)blockIdx.z * a.route_stride + blockIdx.y] : blockIdx.y;
+    return rfk_expert_matrix(a, *expert, row);
 }
 
 RFK_DEVICE void rfk_put_pair(const rfk_experts_args &a, uint32_t pair, uint32_t expert, uint32_t row, float v) {
@@ -3420,9 +3423,9 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_experts_float(rfk
 }
 
 /* ---- pairs ----
- * Pairs sorted by expert, then by row and choice, and cut into tiles of up to RFK_PAIR_TILE pairs. An expert with pairs
- * [first, end) owns tiles [first / RFK_PAIR_TILE + expert, end / RFK_PAIR_TILE + expert + 1): at least as many as it
- * needs, so that no expert depends on the counts of others. Tiles that are not needed are empty. */
+ * Pairs sorted by expert (of RF_OP_HEADS: head), then by row and choice, and cut into tiles of up to RFK_PAIR_TILE pairs.
+ * An expert with pairs [first, end) owns tiles [first / RFK_PAIR_TILE + expert, end / RFK_PAIR_TILE + expert + 1): at
+ * least as many as it needs, so that no expert depends on the counts of others. Tiles that are not needed are empty. */
 #define RFK_PAIR_TILE 64
 struct rfk_pair_tile {
     uint32_t expert, first, n, number; /* number: of the expert's tiles before it */
@@ -3439,6 +3442,20 @@ struct rfk_sort_args {
 struct rfk_sort_shared {
     uint32_t own[RFK_BLOCK], lower[RFK_BLOCK];
 };
+
+/* List the tiles of an expert that has the n pairs from `first` on. */
+RFK_DEVICE void rfk_list_tiles(const rfk_pair_lists &to, uint32_t expert, uint32_t first, uint32_t n) {
+    const uint32_t tile = first / RFK_PAIR_TILE;
+    for (uint32_t k = threadIdx.x; k <= (first + n) / RFK_PAIR_TILE - tile; k += RFK_BLOCK) {
+        const uint32_t done = k * RFK_PAIR_TILE, left = n > done ? n - done : 0;
+        rfk_pair_tile t;
+        t.expert = expert;
+        t.first = first + done;
+        t.n = left < RFK_PAIR_TILE ? left : RFK_PAIR_TILE;
+        t.number = k;
+        to.tile[tile + expert + k] = t;
+    }
+}
 
 /* grid n_experts   block 256, adjacent pairs a thread   reads all ids twice, from cache */
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_sort_pairs(rfk_sort_args a) {
@@ -3461,19 +3478,18 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_sort_pairs(rfk_sort_args a) {
         s.own[i] += more, s.lower[i] += more_lower;
     }
     __syncthreads();
-    const uint32_t first = s.lower[RFK_BLOCK - 1], n = s.own[RFK_BLOCK - 1], tile = first / RFK_PAIR_TILE;
+    const uint32_t first = s.lower[RFK_BLOCK - 1];
     uint32_t at = first + s.own[i] - own;
     for (uint32_t pair = begin; pair < end; pair++)
         if (ids[(size_t)(pair / a.n_used) * a.route_stride + pair % a.n_used] == expert) a.to.sorted[at++] = pair;
-    for (uint32_t k = i; k <= (first + n) / RFK_PAIR_TILE - tile; k += RFK_BLOCK) {
-        const uint32_t done = k * RFK_PAIR_TILE, left = n > done ? n - done : 0;
-        rfk_pair_tile to;
-        to.expert = expert;
-        to.first = first + done;
-        to.n = left < RFK_PAIR_TILE ? left : RFK_PAIR_TILE;
-        to.number = k;
-        a.to.tile[tile + expert + k] = to;
-    }
+    rfk_list_tiles(a.to, expert, first, s.own[RFK_BLOCK - 1]);
+}
+
+/* The same for heads, each of which every row has.   grid heads   block 256 */
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_sort_heads(rfk_sort_args a) {
+    const uint32_t head = blockIdx.x, n_rows = a.n_pairs / a.n_used, first = head * n_rows;
+    for (uint32_t row = threadIdx.x; row < n_rows; row += RFK_BLOCK) a.to.sorted[first + row] = row * a.n_used + head;
+    rfk_list_tiles(a.to, head, first, n_rows);
 }
 
 /* RF_OP_ACROSS: each head's values times its matrix from the other side, over rows instead of along them. A thread has
@@ -5363,8 +5379,8 @@ RFK_DEVICE bool rfk_find_columns(const rfk_pair_tiles_args &a, uint32_t rows, ui
     RFK_SHARED(rfk_pair_rows, s);
     c->tile = a.lists.tile[blockIdx.x];
     if (c->tile.n == 0) return false;
-    p->w = a.e.w[c->tile.expert];
-    p->row0 = a.e.row0;
+    p->row0 = 0;
+    p->w = rfk_expert_matrix(a.e, c->tile.expert, &p->row0);
     p->n_out = a.e.n_out;
     if (!p->w.plane[0]) {
         for (uint32_t i = threadIdx.x; i < rows * c->tile.n; i += RFK_BLOCK)
@@ -6994,8 +7010,8 @@ RFK_DEVICE bool rfk_wgmma_find_pairs(const rfk_wgmma_args &a, rfk_product *p, rf
     work->col0 = tile.first;
     work->n = tile.n == RFK_PAIR_TILE ? RFK_PAIR_TILE + a.lists.tile[blockIdx.x + 1].n : tile.n;
     work->x_row = x_row;
-    p->w = a.e.w[tile.expert];
-    p->row0 = a.e.row0;
+    p->row0 = 0;
+    p->w = rfk_expert_matrix(a.e, tile.expert, &p->row0);
     p->n_out = a.e.n_out;
     for (uint32_t i = threadIdx.x; !p->w.plane[0] && i < work->n * RFK_WGMMA_ROWS; i += RFK_WGMMA_BLOCK) {
         const uint32_t row = work->row0 + i % RFK_WGMMA_ROWS;
@@ -7228,9 +7244,9 @@ struct rfk_terms {
     float *unit;     /* [cols] scale of the terms */
 };
 struct rfk_split_args {
-    const float *in; /* [cols / per_row, in_stride], per_row of n values each */
+    const float *in; /* [cols / per_row, in_stride], per_row of n values each, `apart` values apart */
     rfk_terms to;
-    uint32_t in_stride, per_row, n;
+    uint32_t in_stride, per_row, n, apart;
     uint32_t one; /* F16: only the first term, in the order that rfk_matmul_wgmma wants (rfk_int8_rows.bf16) */
 };
 
@@ -7247,7 +7263,7 @@ template <int WAVE, bool BF16> static __global__ void RFK_THREADS(RFK_BLOCK) rfk
     if (!RFK_RUNS_WAVE(WAVE)) return;
     RFK_SHARED(rfk_split_shared, s);
     const float *in =
-        a.in + (size_t)(blockIdx.x / a.per_row) * a.in_stride + (size_t)(blockIdx.x % a.per_row) * a.n;
+        a.in + (size_t)(blockIdx.x / a.per_row) * a.in_stride + (size_t)(blockIdx.x % a.per_row) * a.apart;
     const size_t piece = (size_t)gridDim.x * a.n;
     uint16_t *to = a.to.value + (size_t)blockIdx.x * a.n;
     if (BF16) {
@@ -11167,8 +11183,6 @@ static const char *rfk_why_unsupported(const rf_plan *plan, const rf_op *op) {
     if (op->kind == RF_OP_DELTA && op->delta.head_dim > RFK_MAX_HEAD) return "keys of heads of more than 256 values";
     if (op->kind == RF_OP_INDEX && op->index.head_dim > RFK_INDEX_HEAD) return "index keys of more than 256 values";
     if (op->kind == RF_OP_SCAN && op->scan.n_state > RFK_MAX_HEAD) return "states of more than 256 rows";
-    if (op->kind == RF_OP_HEADS && op->heads.n_in != op->heads.head_dim && plan->buffers[op->in].width != s.in[0].width)
-        return "rows of parts of heads must hold nothing else"; /* heads are quantized as rows */
     return NULL;
 }
 
@@ -11263,6 +11277,17 @@ static uint32_t rfk_n_vectors(const rf_op *op) {
 }
 static uint64_t rfk_row_values(const rf_op *op) { return (uint64_t)rfk_n_in(op) * rfk_n_vectors(op); }
 
+/* EXPERTS and HEADS that tiles may do: matrices, and how many of them a row of the step is multiplied by. */
+static bool rfk_has_pairs(const rf_op *op) {
+    return op->kind == RF_OP_EXPERTS || (op->kind == RF_OP_HEADS && !(op->flags & RF_OP_ACROSS));
+}
+static uint32_t rfk_n_matrices(const rf_op *op) {
+    return op->kind == RF_OP_HEADS ? op->heads.n_heads : op->experts.n_experts;
+}
+static uint32_t rfk_n_chosen(const rf_op *op) {
+    return op->kind == RF_OP_HEADS ? op->heads.n_heads : op->experts.n_used;
+}
+
 /* Whether tiles of int8 work on this device for weights of this type. */
 static bool rfk_has_tiles(const rf_dev *d, uint32_t type) {
     uint32_t needed = RFK_WRONG_BYTES;
@@ -11272,34 +11297,34 @@ static bool rfk_has_tiles(const rf_dev *d, uint32_t type) {
 
 /* Split precision: values of all terms of a row of the op's input; 0: matrix units do not multiply it. */
 static uint64_t rfk_term_values(const rf_dev *d, const rf_plan *plan, const rf_op *op) {
-    if ((op->kind != RF_OP_MATMUL && op->kind != RF_OP_EXPERTS) || rfk_n_in(op) % RFK_16BIT_DEPTH) return 0;
+    if ((op->kind != RF_OP_MATMUL && !rfk_has_pairs(op)) || rfk_n_in(op) % RFK_16BIT_DEPTH) return 0;
     const uint32_t type = plan->weights[op->weight].type;
     if (type == RF_TYPE_F16 && d->units_f16) return rfk_row_values(op) * RFK_TERMS(false);
     return type == RF_TYPE_BF16 && d->units_bf16 ? rfk_row_values(op) * RFK_TERMS(true) : 0;
 }
 
-/* The pairs of an EXPERTS op if they are enough for tiles, else 0. The matvec reads a matrix for every pair, tiles read
+/* The pairs of such an op if they are enough for tiles, else 0. The matvec reads a matrix for every pair, tiles read
  * it once for up to RFK_PAIR_TILE pairs. With 3 pairs an expert, evenly distributed, 5 % of the experts have none:
  * tiles read 0.95 of all matrices, not 3 times all. A matmul switches to tiles there, too: its matvec would read W a
  * third time. */
 static uint32_t rfk_many_pairs(const rf_op *op, uint64_t rows) {
     if (rows <= RFK_FEW_MAX) return 0;
-    const uint64_t pairs = rows * op->experts.n_used;
-    return pairs >= 3 * (uint64_t)op->experts.n_experts && pairs >> 31 == 0 ? (uint32_t)pairs : 0;
+    const uint64_t pairs = rows * rfk_n_chosen(op);
+    return pairs >= 3 * (uint64_t)rfk_n_matrices(op) && pairs >> 31 == 0 ? (uint32_t)pairs : 0;
 }
 
 /* Whether rfk_matmul_wgmma does the op in a step of so many rows. Not for experts of floats. */
 static bool rfk_takes_wgmma(const rf_dev *d, const rf_plan *plan, const rf_op *op, uint64_t rows) {
-    if (op->kind != RF_OP_MATMUL && op->kind != RF_OP_EXPERTS) return false;
+    if (op->kind != RF_OP_MATMUL && !rfk_has_pairs(op)) return false;
     if (!d->wgmma || rfk_n_in(op) % RFK_WGMMA_DEPTH || rows <= RFK_FEW_STEP) return false;
     if (rfk_is_float_type(plan->weights[op->weight].type))
         return op->kind == RF_OP_MATMUL && rfk_term_values(d, plan, op) > 0;
     return op->kind == RF_OP_MATMUL || rfk_many_pairs(op, rows) > 0;
 }
 
-/* The pairs of an EXPERTS op for tiles; 0: too few, or another op. */
+/* The pairs of an op for tiles; 0: too few, or another op. */
 static uint32_t rfk_tile_pairs(const rf_dev *d, const rf_plan *plan, const rf_op *op, uint64_t rows) {
-    if (op->kind != RF_OP_EXPERTS) return 0;
+    if (!rfk_has_pairs(op)) return 0;
     const bool has_tiles = rfk_has_tiles(d, plan->weights[op->weight].type) || rfk_term_values(d, plan, op) ||
                            rfk_takes_wgmma(d, plan, op, rows);
     return has_tiles ? rfk_many_pairs(op, rows) : 0;
@@ -11309,9 +11334,7 @@ static uint32_t rfk_pair_tiles(uint32_t pairs, uint32_t n_experts) { return pair
 
 /* Whether the op reads int8 rows. */
 static int rfk_reads_int8(const rf_plan *plan, const rf_op *op) {
-    return rfk_takes_int8(plan, op) ||
-           ((op->kind == RF_OP_EXPERTS || (op->kind == RF_OP_HEADS && !(op->flags & RF_OP_ACROSS))) &&
-            !rfk_is_float_type(plan->weights[op->weight].type));
+    return rfk_takes_int8(plan, op) || (rfk_has_pairs(op) && !rfk_is_float_type(plan->weights[op->weight].type));
 }
 
 /* Whether b, the op after a, can be part of its launch: it reads nothing that a writes, and differs only in what
@@ -11366,11 +11389,11 @@ static void rfk_make_segments(rf_prepared *p) {
             held = op->in, held_n = rfk_n_in(op), held_for = op->kind;
         }
         if (rfk_tile_pairs(p->dev, plan, op, p->n_batch)) {
-            p->ops[i].sort = !sorted || sorted->in2 != op->in2 || sorted->experts.n_used != op->experts.n_used ||
-                             sorted->experts.n_experts != op->experts.n_experts;
+            p->ops[i].sort = !sorted || sorted->in2 != op->in2 || rfk_n_chosen(sorted) != rfk_n_chosen(op) ||
+                             rfk_n_matrices(sorted) != rfk_n_matrices(op);
             sorted = op;
         }
-        if (sorted && op->out == sorted->in2) sorted = NULL;
+        if (sorted && sorted->in2 != RF_NONE && op->out == sorted->in2) sorted = NULL;
         if (op->out == held || op->kind == RF_OP_ATTENTION || op->kind == RF_OP_HEADS) held = RF_NONE;
         uint32_t made = op->kind == RF_OP_RMS_NORM && op->norm.n_groups == 1 ? op->norm.n
                         : op->kind == RF_OP_GLU                             ? op->glu.n
@@ -11410,8 +11433,8 @@ static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
         const rf_op *op = &plan->ops[i];
         const uint32_t n_pairs = rfk_tile_pairs(p->dev, plan, op, p->n_batch);
         if (n_pairs > pairs) pairs = n_pairs;
-        if (n_pairs && rfk_pair_tiles(n_pairs, op->experts.n_experts) > pair_tiles)
-            pair_tiles = rfk_pair_tiles(n_pairs, op->experts.n_experts);
+        if (n_pairs && rfk_pair_tiles(n_pairs, rfk_n_matrices(op)) > pair_tiles)
+            pair_tiles = rfk_pair_tiles(n_pairs, rfk_n_matrices(op));
         const uint64_t values =
             n_pairs || (op->kind == RF_OP_MATMUL && rows > RFK_MATVEC_COLS) ? rfk_term_values(p->dev, plan, op) : 0;
         if (values > terms) terms = values;
@@ -12364,10 +12387,10 @@ static rf_result rfk_run_rms_norm(const rfk_launching *l) {
 }
 
 /* Quantize n_rows rows of n floats of the op's input. */
-static rf_result rfk_run_quantize(const rfk_launching *l, rfk_int8_rows to, uint32_t n_rows, uint32_t stride,
-                                  uint32_t n) {
-    const rfk_quantize_args a = {l->b.in, to, stride, n};
-    const dim3 grid(n_rows, rfk_ceil_div(n, 4 * RFK_BLOCK));
+static rf_result rfk_run_quantize(const rfk_launching *l, rfk_int8_rows to, uint32_t n_rows, uint32_t n,
+                                  uint32_t n_heads = 1, uint32_t head = 0) {
+    const rfk_quantize_args a = {l->b.in, to, l->b.in_stride, n, head};
+    const dim3 grid(n_rows, rfk_ceil_div(n, 4 * RFK_BLOCK), n_heads);
     return rfk_enqueue(l, RFK_BY_WAVE(l, (rfk_quantize<32>), (rfk_quantize<64>)), grid, RFK_BLOCK, a);
 }
 
@@ -12544,12 +12567,12 @@ static rf_result rfk_run_tiles(rfk_launching *l, const rfk_matmul_args *products
     return rfk_run_join(l, &t, row_tiles, col_tiles);
 }
 
-/* Split the input of a launch into terms: n_cols rows of n values, per_row of them side by side. one: as
+/* Split the input of a launch into terms: n_cols rows of n values, per_row of them `apart` values apart. one: as
  * rfk_split_args. */
 template <bool BF16>
-static rf_result rfk_run_split_rows(const rfk_launching *l, uint32_t n_cols, uint32_t per_row, uint32_t n,
-                                    uint32_t one = 0) {
-    rfk_split_args z = {l->b.in, l->p->terms, l->b.in_stride, per_row, n, one};
+static rf_result rfk_run_split_rows(const rfk_launching *l, uint32_t n_cols, uint32_t n, uint32_t per_row = 1,
+                                    uint32_t apart = 0, uint32_t one = 0) {
+    rfk_split_args z = {l->b.in, l->p->terms, l->b.in_stride, per_row, n, apart, one};
     void (*cut)(rfk_split_args) = RFK_BY_WAVE(l, (rfk_split_rows<32, BF16>), (rfk_split_rows<64, BF16>));
     return rfk_enqueue(l, cut, dim3(n_cols), RFK_BLOCK, z);
 }
@@ -12565,7 +12588,7 @@ template <bool BF16> static rf_result rfk_run_16bit(rfk_launching *l, const rfk_
     const uint32_t cols = many ? RFK_LARGE_TILE_COLS : RFK_SMALL_TILE_COLS, col_tiles = rfk_ceil_div(n_cols, cols);
     t->rows = RFK_SMALL_TILE_ROWS, t->cols = cols;
     rfk_cut_depth(p, t, row_tiles * col_tiles);
-    rf_result r = rfk_run_split_rows<BF16>(l, n_cols, 1, products->n_in);
+    rf_result r = rfk_run_split_rows<BF16>(l, n_cols, products->n_in);
     typedef void (*rfk_16bit_kernel)(rfk_16bit_args<rfk_tiles_args>);
     rfk_16bit_kernel big = RFK_BY_WAVE(l, (rfk_matmul_16bit<BF16, 32, RFK_LARGE_TILE_COLS, rfk_tiles_args>),
                                         (rfk_matmul_16bit<BF16, 64, RFK_LARGE_TILE_COLS, rfk_tiles_args>));
@@ -12620,9 +12643,9 @@ static rf_result rfk_run_wgmma(rfk_launching *l, const rfk_matmul_args *products
     if (rfk_is_float_type(type)) t->m.x8.q = (int *)(void *)l->p->terms.value; /* the int8 rows may be in use */
     if (type == RF_TYPE_F16) {
         a.unit = l->p->terms.unit;
-        r = rfk_run_split_rows<false>(l, t->m.n_cols, 1, t->m.n_in, 1);
+        r = rfk_run_split_rows<false>(l, t->m.n_cols, t->m.n_in, 1, 0, 1);
     } else if (l->b.quantize || type == RF_TYPE_BF16) {
-        r = rfk_run_quantize(l, t->m.x8, t->m.n_cols, l->b.in_stride, t->m.n_in);
+        r = rfk_run_quantize(l, t->m.x8, t->m.n_cols, t->m.n_in);
     }
     const uint32_t row_tiles = rfk_make_products(l, &t->m, t->rows), col_tiles = rfk_ceil_div(t->m.n_cols, t->cols),
                    groups = col_tiles > 1 ? RFK_WGMMA_GROUPS : 1,
@@ -12645,7 +12668,7 @@ static rf_result rfk_run_matmul(rfk_launching *l) {
     a.aligned = op->matmul.n_in % 8 == 0 && a.x_stride % 4 == 0 && (size_t)l->b.in % 16 == 0;
     if (rfk_takes_wgmma(l->p->dev, l->p->plan, op, l->n_rows)) return rfk_run_wgmma(l, &a);
     rf_result r = RF_OK;
-    if (l->b.quantize) r = rfk_run_quantize(l, a.x8, l->n_rows, l->b.in_stride, op->matmul.n_in);
+    if (l->b.quantize) r = rfk_run_quantize(l, a.x8, l->n_rows, op->matmul.n_in);
     if (r != RF_OK) return r;
     bool tiles = a.n_cols > RFK_MATVEC_COLS;
     if (tiles && rfk_has_tiles(l->p->dev, type)) return rfk_run_tiles(l, &a);
@@ -13080,7 +13103,7 @@ static rf_result rfk_run_pair_16bit(const rfk_launching *l, const rfk_pair_tiles
     a.tiles = *tiles;
     a.x = l->p->terms;
     a.tiles.t.m.n_cols = l->n_rows * per_row;
-    rf_result r = rfk_run_split_rows<BF16>(l, a.tiles.t.m.n_cols, per_row, tiles->e.n_in);
+    rf_result r = rfk_run_split_rows<BF16>(l, a.tiles.t.m.n_cols, tiles->e.n_in, per_row, tiles->e.x_choice);
     if (r != RF_OK) return r;
     void (*kernel)(rfk_16bit_args<rfk_pair_tiles_args>) =
         RFK_BY_WAVE(l, (rfk_matmul_16bit<BF16, 32, RFK_PAIR_TILE, rfk_pair_tiles_args>),
@@ -13088,13 +13111,13 @@ static rf_result rfk_run_pair_16bit(const rfk_launching *l, const rfk_pair_tiles
     return rfk_enqueue(l, kernel, dim3(n_tiles, rfk_ceil_div(tiles->e.n_out, RFK_SMALL_TILE_ROWS)), RFK_BLOCK, a);
 }
 
-/* Experts with many pairs. No split-K: results of a pair do not depend on what else is in the step. */
+/* Experts or heads with many pairs. No split-K: results of a pair do not depend on what else is in the step. */
 static rf_result rfk_run_pair_tiles(const rfk_launching *l, const rfk_experts_args *e, uint32_t n_pairs) {
-    const uint32_t type = l->p->plan->weights[l->op->weight].type, n_experts = l->op->experts.n_experts,
+    const uint32_t type = l->p->plan->weights[l->op->weight].type, n_experts = rfk_n_matrices(l->op),
                    n_tiles = rfk_pair_tiles(n_pairs, n_experts);
     if (l->b.sort) {
         rfk_sort_args z = {e->route, l->p->lists, e->route_stride, e->n_used, n_pairs};
-        rf_result r = rfk_enqueue(l, rfk_sort_pairs, dim3(n_experts), RFK_BLOCK, z);
+        rf_result r = rfk_enqueue(l, e->route ? rfk_sort_pairs : rfk_sort_heads, dim3(n_experts), RFK_BLOCK, z);
         if (r != RF_OK) return r;
     }
     rfk_pair_tiles_args a;
@@ -13151,7 +13174,7 @@ static rf_result rfk_run_experts(const rfk_launching *l) {
     const uint32_t type = p->plan->weights[op->weight].type;
     const rfk_experts_args a = rfk_make_experts(l);
     if (l->b.quantize) {
-        rf_result r = rfk_run_quantize(l, a.x8, l->n_rows, l->b.in_stride, (uint32_t)rfk_row_values(op));
+        rf_result r = rfk_run_quantize(l, a.x8, l->n_rows, (uint32_t)rfk_row_values(op));
         if (r != RF_OK) return r;
     }
     const uint32_t n_pairs = rfk_tile_pairs(p->dev, p->plan, op, l->n_rows);
@@ -13161,17 +13184,16 @@ static rf_result rfk_run_experts(const rfk_launching *l) {
                   RFK_MATVEC_WAVES * p->dev->wave, a);
 }
 
-/* Kernels of experts, where each choice takes its own rows of one matrix. */
-static rf_result rfk_run_heads(const rfk_launching *l) {
+static rfk_experts_args rfk_make_heads(const rfk_launching *l) {
     const rf_op *op = l->op;
     const rf_heads_params *h = &op->heads;
-    rf_prepared *p = l->p;
-    const uint32_t type = p->plan->weights[op->weight].type, rest = h->head_dim - h->n_in;
+    const rf_prepared *p = l->p;
     rfk_experts_args a;
     memset(&a, 0, sizeof a);
     a.heads = rfk_slot_of(p, op->weight)->w;
     a.x = l->b.in;
     a.x8 = p->x8;
+    if (rfk_takes_wgmma(p->dev, p->plan, op, l->n_rows)) a.x8.bf16 = l->n_rows;
     a.out = l->b.out;
     a.x_stride = l->b.in_stride;
     a.out_stride = l->b.out_stride;
@@ -13180,15 +13202,25 @@ static rf_result rfk_run_heads(const rfk_launching *l) {
     a.n_used = h->n_heads;
     a.per_choice = 1;
     a.x_choice = h->head_dim;
-    a.out_choice = h->n_out + rest;
+    a.out_choice = h->n_out + h->head_dim - h->n_in;
     a.row0 = h->first_row;
     a.head_rows = h->head_rows;
-    a.kernel_type = rfk_kernel_type(type);
+    a.kernel_type = rfk_kernel_type(p->plan->weights[op->weight].type);
     a.aligned = h->n_in % 8 == 0 && a.x_stride % 4 == 0 && a.x_choice % 4 == 0 && (size_t)l->b.in % 16 == 0;
+    return a;
+}
+
+/* Kernels of experts, where each choice takes its own rows of one matrix. */
+static rf_result rfk_run_heads(const rfk_launching *l) {
+    const rf_op *op = l->op;
+    const rf_prepared *p = l->p;
+    const rfk_experts_args a = rfk_make_heads(l);
+    const uint32_t type = p->plan->weights[op->weight].type, rest = a.x_choice - a.n_in,
+                   n_pairs = rfk_tile_pairs(p->dev, p->plan, op, l->n_rows);
     rf_result r = RF_OK;
-    if (l->b.quantize && rest) r = rfk_run_quantize(l, p->x8, l->n_rows * h->n_heads, h->head_dim, h->n_in);
-    else if (l->b.quantize) r = rfk_run_quantize(l, p->x8, l->n_rows, l->b.in_stride, h->n_in * h->n_heads);
-    if (r == RF_OK && op->flags & RF_OP_ACROSS)
+    if (l->b.quantize) r = rfk_run_quantize(l, a.x8, l->n_rows, a.n_in, a.n_used, a.x_choice);
+    if (r == RF_OK && n_pairs) r = rfk_run_pair_tiles(l, &a, n_pairs);
+    else if (r == RF_OK && op->flags & RF_OP_ACROSS)
         r = rfk_enqueue(l, rfk_is_float_type(type) ? rfk_across_float : rfk_across,
                    dim3(rfk_ceil_div(a.n_out, rfk_is_float_type(type) ? RFK_BLOCK : RFK_ACROSS_COLS), a.n_used,
                         l->n_rows), RFK_BLOCK, a);
@@ -13197,7 +13229,7 @@ static rf_result rfk_run_heads(const rfk_launching *l) {
                    dim3(rfk_ceil_div(a.n_out, RFK_MATVEC_WAVES), a.n_used, l->n_rows),
                    RFK_MATVEC_WAVES * p->dev->wave, a);
     if (r != RF_OK || rest == 0) return r;
-    return rfk_enqueue(l, rfk_rest, dim3(rfk_ceil_div((uint64_t)rest * h->n_heads, RFK_BLOCK), l->n_rows), RFK_BLOCK,
+    return rfk_enqueue(l, rfk_rest, dim3(rfk_ceil_div((uint64_t)rest * a.n_used, RFK_BLOCK), l->n_rows), RFK_BLOCK,
                        a);
 }
 

@@ -1644,49 +1644,61 @@ static void test_wide_attention() {
 }
 
 /* A matrix for each head, and values that none takes. */
+struct HeadsCase {
+    uint32_t type, n_in, n_out, T, n, rest, device;
+};
+static void heads_case(const HeadsCase &c) {
+    const uint32_t dim = c.n_in + c.rest, width = c.n * (c.n_out + c.rest) + 1, in_width = c.n * dim + 3;
+    char what[128];
+    snprintf(what, sizeof what, "heads %s n_in %u n_out %u rows %u heads %u rest %u device %u", type_name(c.type), c.n_in,
+             c.n_out, c.T, c.n, c.rest, c.device);
+    Rig g(devices[c.device]);
+    const uint32_t in = g.buffer(in_width), y = g.buffer(width), twice = g.buffer(width);
+    const uint32_t row0 = c.T % 3, head_rows = c.n_out + c.n % 2 * 3, n_rows = row0 + c.n * head_rows;
+    std::vector<uint8_t> w = random_rows(c.type, c.n_in, n_rows);
+    const uint32_t weight = g.weight(c.type, c.n_in, n_rows, w);
+    for (int k = 0; k < 2; k++) {
+        rf_op *o = g.op(RF_OP_HEADS);
+        o->in = in, o->out = k ? twice : y, o->weight = weight;
+        o->heads = rf_heads_params{c.n, dim, c.n_in, c.n_out, row0, head_rows};
+    }
+    REQUIRE(g.open(c.T, 1, c.T < 128 ? 128 : c.T) == RF_OK, "%s: %s", what, g.err.text);
+    std::vector<float> x = values((size_t)c.T * in_width), before = values((size_t)c.T * width);
+    g.set(in, x), g.set(y, before), g.set(twice, before);
+    REQUIRE(g.run(rows_of(c.T)) == RF_OK, "%s: %s", what, g.err.text);
+    std::vector<double> wd = decode(c.type, w), want(before.begin(), before.end());
+    double tolerance = 0, nmse = 0;
+    for (uint32_t h = 0; h < c.n; h++) {
+        const Seen seen(c.device, c.type, x.data() + (size_t)h * dim, c.n_in, c.T, in_width, true);
+        tolerance = seen.tolerance, nmse = seen.nmse;
+        for (uint32_t t = 0; t < c.T; t++) {
+            double *to = &want[(size_t)t * width + (size_t)h * (c.n_out + c.rest)];
+            for (uint32_t k = 0; k < c.n_out; k++) {
+                const double *row = &wd[(row0 + (size_t)h * head_rows + k) * c.n_in];
+                to[k] = 0;
+                for (uint32_t j = 0; j < c.n_in; j++) to[k] += row[j] * seen.x[(size_t)t * c.n_in + j];
+            }
+            for (uint32_t k = 0; k < c.rest; k++) to[c.n_out + k] = x[(size_t)t * in_width + (size_t)h * dim + c.n_in + k];
+        }
+    }
+    compare(g.get(y), want, tolerance, nmse, what);
+    CHECK(same_bits(g.get(y), g.get(twice)), "%s: the same product gives other bits", what);
+}
 static void test_heads() {
-    static const uint32_t outs[] = {1, 3, 34}, Ts[] = {1, 3, 9}, counts[] = {1, 2, 5};
+    static const uint32_t outs[] = {1, 3, 34, 130}, Ts[] = {1, 3, 9, 17, 66, 150}, counts[] = {1, 2, 5};
     const int n_types = (int)(sizeof types / sizeof types[0]);
-    std::vector<Row> list = combinations(std::vector<int>{n_types, 3, 3, 3, 3, 2, n_devices});
+    std::vector<Row> list = combinations(std::vector<int>{n_types, 3, 4, 6, 3, 2, n_devices});
     for (size_t i = 0; i < list.size(); i++) {
         const Row &r = list[i];
         static const uint32_t odd[] = {1, 40, 264};
-        const uint32_t type = types[r[0]], n_in = is_float(type) ? odd[r[1]] : block_elements(type) * (uint32_t)(1 + 2 * r[1]),
-                       n_out = outs[r[2]], T = Ts[r[3]], n = counts[r[4]], rest = r[5] ? 12 : 0, dim = n_in + rest,
-                       width = n * (n_out + rest) + 1;
-        char what[128];
-        snprintf(what, sizeof what, "heads %s n_in %u n_out %u rows %u heads %u rest %u device %u", type_name(type), n_in, n_out,
-                 T, n, rest, (uint32_t)r[6]);
-        Rig g(devices[(size_t)r[6]]);
-        const uint32_t in_width = n * dim + (rest ? 0 : 3), in = g.buffer(in_width), y = g.buffer(width), twice = g.buffer(width);
-        const uint32_t row0 = i % 3, head_rows = n_out + (uint32_t)(i % 2) * 3, n_rows = row0 + n * head_rows;
-        std::vector<uint8_t> w = random_rows(type, n_in, n_rows);
-        const uint32_t weight = g.weight(type, n_in, n_rows, w);
-        for (int k = 0; k < 2; k++) {
-            rf_op *o = g.op(RF_OP_HEADS);
-            o->in = in, o->out = k ? twice : y, o->weight = weight;
-            o->heads = rf_heads_params{n, dim, n_in, n_out, row0, head_rows};
-        }
-        REQUIRE(g.open(T, 1, 128) == RF_OK, "%s: %s", what, g.err.text);
-        std::vector<float> x = values((size_t)T * in_width), before = values((size_t)T * width);
-        g.set(in, x), g.set(y, before), g.set(twice, before);
-        REQUIRE(g.run(rows_of(T)) == RF_OK, "%s: %s", what, g.err.text);
-        std::vector<double> wd = decode(type, w), want;
-        for (uint32_t t = 0; t < T; t++) {
-            for (uint32_t h = 0; h < n; h++) {
-                const float *xt = &x[(size_t)t * in_width + (size_t)h * dim];
-                std::vector<double> xd = is_float(type) ? std::vector<double>(xt, xt + n_in) : quantized(xt, n_in);
-                for (uint32_t k = 0; k < n_out; k++) {
-                    double dot = 0;
-                    for (uint32_t j = 0; j < n_in; j++) dot += wd[(row0 + (size_t)h * head_rows + k) * n_in + j] * xd[j];
-                    want.push_back(dot);
-                }
-                want.insert(want.end(), xt + n_in, xt + dim);
-            }
-            want.push_back(before[(size_t)t * width + width - 1]);
-        }
-        compare(g.get(y), want, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
-        CHECK(same_bits(g.get(y), g.get(twice)), "%s: the same product gives other bits", what);
+        const uint32_t type = types[r[0]];
+        HeadsCase c = {type, is_float(type) ? odd[r[1]] : block_elements(type) * (uint32_t)(1 + 2 * r[1]), outs[r[2]], Ts[r[3]],
+                       counts[r[4]], r[5] ? 12u : 0, (uint32_t)r[6]};
+        heads_case(c);
+    }
+    for (uint32_t d = 0; d < (uint32_t)n_devices; d++) { /* of 16-bit floats, on matrix units */
+        const HeadsCase halves = {RF_TYPE_F16, 96, 70, 66, 3, 12, d}, bfloats = {RF_TYPE_BF16, 64, 130, 150, 2, 0, d};
+        heads_case(halves), heads_case(bfloats);
     }
 }
 
@@ -2488,6 +2500,8 @@ static void bfloats_cases(uint32_t device) {
     together_case(RF_TYPE_Q4_K, RF_TYPE_Q6_K, 256, 66, device, true);
     for (uint32_t kind = 0; kind < 7; kind++)
         joined_norm_case(kind % 2 ? RF_TYPE_Q4_K : RF_TYPE_Q6_K, 256, 70, kind, device);
+    const HeadsCase heads[] = {{RF_TYPE_Q8_0, 128, 130, 70, 3, 64, device}, {RF_TYPE_Q4_K, 512, 33, 200, 2, 0, device}};
+    heads_case(heads[0]), heads_case(heads[1]); /* of MLA: keys with parts that rotate, values */
 }
 #ifndef RF_TEST_EMU
 static void test_bfloats() { /* and as many steps as models have */
