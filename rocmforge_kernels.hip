@@ -7592,31 +7592,38 @@ struct rfk_run {
     uint32_t seen;       /* the first visible position; cells before it may hold other positions */
 };
 
-/* Scores of positions [cell0, cell0 + 64) to s.p: four threads a position, each with eight of every 32 values. */
-template <int WAVE, class KV, class SHARED>
-RFK_DEVICE void rfk_scores(SHARED &s, const rfk_attention_args &a, const rfk_run &r, const KV *k,
-                           uint32_t cell0) {
-    uint32_t cell = threadIdx.x / 4, part = threadIdx.x % 4, pos = cell0 + cell, first = cell0 % a.n_cells;
-    float dot[RFK_QUERIES];
+/* The products of a position's key with n queries, 8 * eights values apart: four threads a position, each with eight of
+ * every 32 values. row NULL: nobody sees it. */
+template <int WAVE, class KV>
+RFK_DEVICE void rfk_key_dots(const float *q, uint32_t eights, uint32_t n, const KV *row, uint32_t head_dim,
+                             float (&dot)[RFK_QUERIES]) {
     for (int g = 0; g < RFK_QUERIES; g++) dot[g] = 0;
-    for (uint32_t i = part * 8; pos < r.end && i < a.head_dim; i += 32) {
-        const KV *row = rfk_kv_row(k, first + cell, a.head_dim);
+    for (uint32_t i = threadIdx.x % 4 * 8; row && i < head_dim; i += 32) {
         float v[8];
-        if (a.head_dim % 8 == 0) {
-            rfk_kv_values8(row, a.head_dim, i, v);
+        if (head_dim % 8 == 0) {
+            rfk_kv_values8(row, head_dim, i, v);
         } else {
-            for (uint32_t e = 0; e < 8; e++) v[e] = i + e < a.head_dim ? rfk_kv_value(row, a.head_dim, i + e) : 0.0f;
+            for (uint32_t e = 0; e < 8; e++) v[e] = i + e < head_dim ? rfk_kv_value(row, head_dim, i + e) : 0.0f;
         }
         RFK_UNROLL(8)
         for (uint32_t g = 0; g < RFK_QUERIES; g++)
-            if (g < r.n)
-                for (uint32_t e = 0; e < 8; e++) dot[g] += s.q[g][i + e] * v[e];
+            if (g < n)
+                for (uint32_t e = 0; e < 8; e++) dot[g] += q[8 * (g * eights) + i + e] * v[e];
     }
     RFK_UNROLL(8)
     for (uint32_t g = 0; g < RFK_QUERIES; g++) {
         dot[g] += rfk_shuffle_xor<WAVE>(dot[g], 1);
         dot[g] += rfk_shuffle_xor<WAVE>(dot[g], 2);
     }
+}
+
+/* Scores of positions [cell0, cell0 + 64) to s.p. */
+template <int WAVE, class KV, uint32_t HEAD>
+RFK_DEVICE void rfk_scores(rfk_attention_shared<HEAD> &s, const rfk_attention_args &a, const rfk_run &r, const KV *k,
+                           uint32_t cell0) {
+    uint32_t cell = threadIdx.x / 4, part = threadIdx.x % 4, pos = cell0 + cell, first = cell0 % a.n_cells;
+    float dot[RFK_QUERIES];
+    rfk_key_dots<WAVE>(s.q[0], HEAD / 8, r.n, pos < r.end ? rfk_kv_row(k, first + cell, a.head_dim) : NULL, a.head_dim, dot);
     RFK_UNROLL(1)
     for (uint32_t g = part; g < r.n; g += 4) { /* the four threads share the queries */
         float score = 0;
@@ -7661,7 +7668,7 @@ RFK_DEVICE void rfk_put_attention(const rfk_attention_shared<HEAD> &s, const rfk
         float total = 0;
         for (uint32_t t = 0; t < RFK_BLOCK / columns; t++) total += s.join[2 * t * columns + e];
         if (!a.part) {
-            a.out[(size_t)row * a.out_stride + (size_t)h * a.head_dim_v + e] = total / s.sum[g];
+            a.out[(size_t)row * a.out_stride + (size_t)h * a.head_dim_v + e] = s.sum[g] == 0 ? 0.0f : total / s.sum[g];
             continue;
         }
         float *part = a.part + (((size_t)row * a.n_heads + h) * a.max_splits + blockIdx.z) * (a.head_dim_v + 2);
@@ -7670,18 +7677,64 @@ RFK_DEVICE void rfk_put_attention(const rfk_attention_shared<HEAD> &s, const rfk
     }
 }
 
+/* What a thread has of a run: the maximum and sum of query threadIdx.x / 32, and sums of two adjacent values of each
+ * query. Threads beyond a head's values take other positions of a tile: every stride-th from `start` on. */
+struct rfk_attending {
+    float largest, sum, acc[RFK_QUERIES][2];
+    uint32_t columns, column, start, stride;
+};
+template <uint32_t HEAD>
+RFK_DEVICE void rfk_begin_attending(rfk_attention_shared<HEAD> &s, const rfk_attention_args &a, const rfk_run &r,
+                                    rfk_attending &t) {
+    t.columns = 16;
+    while (t.columns * 2 < a.head_dim_v) t.columns *= 2;
+    t.column = threadIdx.x % t.columns * 2, t.start = threadIdx.x / t.columns, t.stride = RFK_BLOCK / t.columns;
+    for (int g = 0; g < RFK_QUERIES; g++) t.acc[g][0] = t.acc[g][1] = 0;
+    for (uint32_t i = threadIdx.x; i < RFK_QUERIES * RFK_CELLS; i += RFK_BLOCK)
+        s.p[i / RFK_CELLS][i % RFK_CELLS] = -INFINITY;
+    t.largest = -INFINITY, t.sum = 0;
+    if (a.sinks && blockIdx.z == 0 && threadIdx.x / 32 < r.n) { /* the first split: every row has it */
+        t.largest = rfk_load_any(a.sinks, a.sinks_type, r.head0 + threadIdx.x / 32 % r.n_heads);
+        t.sum = 1;
+    }
+}
+template <uint32_t HEAD> RFK_DEVICE void rfk_rescale(const rfk_attention_shared<HEAD> &s, rfk_attending &t) {
+    RFK_UNROLL(8)
+    for (uint32_t g = 0; g < RFK_QUERIES; g++) t.acc[g][0] *= s.keep[g], t.acc[g][1] *= s.keep[g];
+}
+/* Add the values of position i of the tile. */
+template <class KV, uint32_t HEAD>
+RFK_DEVICE void rfk_add_values(const rfk_attention_shared<HEAD> &s, const rfk_attention_args &a, const KV *row, uint32_t i,
+                               rfk_attending &t) {
+    float v0 = rfk_kv_value(row, a.v_row, t.column),
+          v1 = t.column + 1 < a.head_dim_v ? rfk_kv_value(row, a.v_row, t.column + 1) : 0.0f;
+    RFK_UNROLL(8)
+    for (uint32_t g = 0; g < RFK_QUERIES; g++) t.acc[g][0] += s.p[g][i] * v0, t.acc[g][1] += s.p[g][i] * v1;
+}
+template <uint32_t HEAD>
+RFK_DEVICE void rfk_end_attending(rfk_attention_shared<HEAD> &s, const rfk_attention_args &a, const rfk_run &r,
+                                  const rfk_attending &t) {
+    if (threadIdx.x % 32 == 0) s.largest[threadIdx.x / 32] = t.largest, s.sum[threadIdx.x / 32] = t.sum;
+    RFK_UNROLL(1)
+    for (uint32_t g = 0; g < r.n; g++) {
+        float own[2] = {0, 0};
+        RFK_UNROLL(8)
+        for (uint32_t k = 0; k < RFK_QUERIES; k++) /* acc stays in registers */
+            if (k == g) own[0] = t.acc[k][0], own[1] = t.acc[k][1];
+        s.join[2 * threadIdx.x] = own[0];
+        s.join[2 * threadIdx.x + 1] = own[1];
+        __syncthreads();
+        rfk_put_attention(s, a, r, g, t.columns);
+        __syncthreads();
+    }
+}
+
 template <int WAVE, class KV, uint32_t HEAD>
 RFK_DEVICE void rfk_attend(rfk_attention_shared<HEAD> &s, const rfk_attention_args &a, const rfk_run &r) {
     size_t head = (size_t)a.rows[r.row0].seq * a.n_kv_heads + r.head0 / (a.n_heads / a.n_kv_heads);
     const KV *k = rfk_kv_row((const KV *)a.k, head * a.n_cells, a.head_dim);
     const KV *v = rfk_kv_row((const KV *)a.v, head * a.n_cells, a.v_row);
-    /* two adjacent values a thread; threads beyond a head's values take other positions */
-    uint32_t columns = 16;
-    while (columns * 2 < a.head_dim_v) columns *= 2;
-    uint32_t column = threadIdx.x % columns * 2, start = threadIdx.x / columns, stride = RFK_BLOCK / columns;
-    float acc[RFK_QUERIES][2];
-    for (int g = 0; g < RFK_QUERIES; g++) acc[g][0] = acc[g][1] = 0;
-
+    rfk_attending t;
     __syncthreads(); /* the previous run is done with s */
     for (uint32_t i = threadIdx.x; i < RFK_QUERIES * HEAD; i += RFK_BLOCK) {
         uint32_t g = i / HEAD, e = i % HEAD;
@@ -7691,45 +7744,22 @@ RFK_DEVICE void rfk_attend(rfk_attention_shared<HEAD> &s, const rfk_attention_ar
                                  rfk_temperature(a, a.rows[row].pos)
                            : 0.0f;
     }
-    for (uint32_t i = threadIdx.x; i < RFK_QUERIES * RFK_CELLS; i += RFK_BLOCK)
-        s.p[i / RFK_CELLS][i % RFK_CELLS] = -INFINITY;
-    float largest = -INFINITY, sum = 0; /* of query threadIdx.x / 32 */
-    if (a.sinks && blockIdx.z == 0 && threadIdx.x / 32 < r.n) { /* the first split: every row has it */
-        largest = rfk_load_any(a.sinks, a.sinks_type, r.head0 + threadIdx.x / 32 % r.n_heads);
-        sum = 1;
-    }
+    rfk_begin_attending(s, a, r, t);
     __syncthreads();
     for (uint32_t cell0 = r.begin; cell0 < r.end; cell0 += RFK_CELLS) {
         rfk_scores<WAVE, KV>(s, a, r, k, cell0);
         __syncthreads();
-        rfk_softmax<WAVE>(s, &largest, &sum);
+        rfk_softmax<WAVE>(s, &t.largest, &t.sum);
         __syncthreads();
         uint32_t n_cells = r.end - cell0 < RFK_CELLS ? r.end - cell0 : RFK_CELLS, first = cell0 % a.n_cells;
-        RFK_UNROLL(8)
-        for (uint32_t g = 0; g < RFK_QUERIES; g++) acc[g][0] *= s.keep[g], acc[g][1] *= s.keep[g];
-        for (uint32_t i = start; column < a.head_dim_v && i < n_cells; i += stride) {
+        rfk_rescale(s, t);
+        for (uint32_t i = t.start; t.column < a.head_dim_v && i < n_cells; i += t.stride) {
             if (cell0 + i < r.seen) continue; /* its weight is 0, but the cell may hold NaN */
-            const KV *row = rfk_kv_row(v, first + i, a.v_row);
-            float v0 = rfk_kv_value(row, a.v_row, column),
-                  v1 = column + 1 < a.head_dim_v ? rfk_kv_value(row, a.v_row, column + 1) : 0.0f;
-            RFK_UNROLL(8)
-            for (uint32_t g = 0; g < RFK_QUERIES; g++) acc[g][0] += s.p[g][i] * v0, acc[g][1] += s.p[g][i] * v1;
+            rfk_add_values(s, a, rfk_kv_row(v, first + i, a.v_row), i, t);
         }
         __syncthreads();
     }
-    if (threadIdx.x % 32 == 0) s.largest[threadIdx.x / 32] = largest, s.sum[threadIdx.x / 32] = sum;
-    RFK_UNROLL(1)
-    for (uint32_t g = 0; g < r.n; g++) {
-        float own[2] = {0, 0};
-        RFK_UNROLL(8)
-        for (uint32_t k = 0; k < RFK_QUERIES; k++) /* acc stays in registers */
-            if (k == g) own[0] = acc[k][0], own[1] = acc[k][1];
-        s.join[2 * threadIdx.x] = own[0];
-        s.join[2 * threadIdx.x + 1] = own[1];
-        __syncthreads();
-        rfk_put_attention(s, a, r, g, columns);
-        __syncthreads();
-    }
+    rfk_end_attending(s, a, r, t);
 }
 
 /* grid [ceil(T / rows_per_block), n_kv_heads * ceil(group / heads_per_block), splits]   block 256
@@ -7765,9 +7795,9 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_attention(rfk_attention_args a
     }
 }
 
-/* Attention to positions that lie after the row's own too, or to those of a list, with biases by distance, and with
- * longer keys than the others': a block for a row and a head, a thread a position.
- *   grid [T, n_heads]   block 256   LDS 6 KiB */
+/* Attention to positions that lie after the row's own too, or to those of a list, or to compressed blocks, with biases by
+ * distance, and with longer keys than the others': a block takes some heads of a row through 64 positions at a time.
+ *   grid [T, n_kv_heads * ceil(group / heads_per_block)]   block 256   LDS 22.4 KiB */
 struct rfk_any_attention_args {
     rfk_attention_args a;
     const int32_t *list;         /* [T][list_stride]; NULL: none                  */
@@ -7777,9 +7807,13 @@ struct rfk_any_attention_args {
     uint32_t bias_type, n_buckets, list_stride, n_lists, n_listed, list_unit, n_dense, both_ways,
         n_block_cells, block_unit;
 };
-struct rfk_any_attention_shared {
-    float q[RFK_ANY_HEAD], p[RFK_BLOCK], parts[RFK_BLOCK];
-};
+#define RFK_UNSEEN 0xffffffffu
+struct rfk_any_places { uint32_t pos[RFK_CELLS]; }; /* of a tile; RFK_UNSEEN: none */
+/* Heads whose queries have room in shared memory. */
+__host__ RFK_DEVICE uint32_t rfk_any_heads(uint32_t head_dim) {
+    const uint32_t n = RFK_QUERIES * RFK_LATENT_HEAD / ((head_dim + 7) / 8 * 8);
+    return n < RFK_QUERIES ? n : RFK_QUERIES;
+}
 /* The largest of a value over the block's threads, or the sum; in each of them. */
 RFK_DEVICE float rfk_block_join(float *parts, float v, bool sum) {
     __syncthreads();
@@ -7804,94 +7838,103 @@ RFK_DEVICE float rfk_distance_bias(const rfk_any_attention_args &x, uint32_t h, 
 /* Positions, or rows of blocks, that a query sees. */
 template <class KV> struct rfk_any_span {
     const KV *k, *v;
-    const int32_t *list;       /* blocks of list_unit of them; NULL: all */
+    const int32_t *list;       /* blocks of list_unit of them, as many as are not negative; NULL: all */
     uint32_t begin, end, seen; /* of them, or of places in the list, which count if they name one below `seen` */
     uint32_t list_unit, n_cells;
 };
 template <class KV> RFK_DEVICE uint32_t rfk_any_place(const rfk_any_span<KV> &r, uint32_t i) {
-    return r.list ? (uint32_t)r.list[i / r.list_unit] * r.list_unit + i % r.list_unit : i;
+    if (i >= r.end) return RFK_UNSEEN;
+    const int32_t block = r.list ? r.list[i / r.list_unit] : 0;
+    const uint32_t pos = r.list ? (uint32_t)block * r.list_unit + i % r.list_unit : i;
+    return block >= 0 && pos < r.seen ? pos : RFK_UNSEEN;
 }
-/* What all spans so far add up to; out: of two values a thread. */
-struct rfk_any_sums {
-    float largest, total, out[2];
-};
-template <class KV>
-RFK_DEVICE void rfk_any_attend(rfk_any_attention_shared &s, const rfk_any_attention_args &x, const rfk_any_span<KV> &r,
-                               uint32_t own, rfk_any_sums &sums) {
+/* Scores of a tile's positions to s.p. */
+template <int WAVE, class KV>
+RFK_DEVICE void rfk_any_scores(rfk_attention_shared<RFK_LATENT_HEAD> &s, const rfk_any_attention_args &x,
+                               const rfk_any_places &places, const rfk_run &r, const rfk_any_span<KV> &span) {
     const rfk_attention_args &a = x.a;
-    const float heat = a.scale * rfk_temperature(a, (int32_t)own);
-    for (uint32_t first = r.begin; first < r.end; first += RFK_BLOCK) {
-        const uint32_t j = first + threadIdx.x, pos = j < r.end ? rfk_any_place(r, j) : r.seen;
-        float score = -INFINITY;
-        if (pos < r.seen) {
-            const KV *key = rfk_kv_row(r.k, pos % r.n_cells, a.head_dim);
-            score = 0;
-            for (uint32_t i = 0; i < a.head_dim; i++) score += s.q[i] * rfk_kv_value(key, a.head_dim, i);
-            score *= heat;
-            if (a.softcap != 0) score = a.softcap * tanhf(score / a.softcap);
-            score += rfk_distance_bias(x, blockIdx.y, own, pos);
-        }
-        const float now = fmaxf(sums.largest, rfk_block_join(s.parts, score, false)),
-                    keep = sums.largest == now ? 1.0f : expf(sums.largest - now),
-                    weight = score == -INFINITY ? 0.0f : expf(score - now);
-        sums.total = sums.total * keep + rfk_block_join(s.parts, weight, true);
-        sums.largest = now;
-        s.p[threadIdx.x] = weight;
-        __syncthreads();
-        const uint32_t n = r.end - first < RFK_BLOCK ? r.end - first : RFK_BLOCK;
-        for (uint32_t e = 0; e < 2; e++) {
-            const uint32_t d = threadIdx.x + e * RFK_BLOCK;
-            sums.out[e] *= keep;
-            for (uint32_t i = 0; d < a.head_dim_v && i < n; i++) {
-                if (s.p[i] == 0) continue;
-                const KV *value = rfk_kv_row(r.v, rfk_any_place(r, first + i) % r.n_cells, a.v_row);
-                sums.out[e] += s.p[i] * rfk_kv_value(value, a.v_row, d);
-            }
-        }
-        __syncthreads();
+    const uint32_t cell = threadIdx.x / 4, pos = places.pos[cell], own = (uint32_t)a.rows[r.row0].pos;
+    const KV *row = pos == RFK_UNSEEN ? NULL : rfk_kv_row(span.k, pos % span.n_cells, a.head_dim);
+    float dot[RFK_QUERIES];
+    rfk_key_dots<WAVE>(s.q[0], (a.head_dim + 7) / 8, r.n, row, a.head_dim, dot);
+    RFK_UNROLL(1)
+    for (uint32_t g = threadIdx.x % 4; g < r.n; g += 4) { /* the four threads share the queries */
+        float score = 0;
+        RFK_UNROLL(8)
+        for (uint32_t k = 0; k < RFK_QUERIES; k++) score = k == g ? dot[k] : score; /* dot stays in registers */
+        score *= a.scale;
+        if (a.softcap != 0) score = a.softcap * tanhf(score / a.softcap);
+        s.p[g][cell] = row ? score + rfk_distance_bias(x, r.head0 + g, own, pos) : -INFINITY;
     }
 }
-template <class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_any_attention(rfk_any_attention_args x) {
+/* What the row sees: first positions, and where there are compressed blocks, those in a second turn. */
+template <class KV>
+RFK_DEVICE rfk_any_span<KV> rfk_any_find_span(const rfk_any_attention_args &x, const rfk_run &run, uint32_t turn) {
     const rfk_attention_args &a = x.a;
-    RFK_SHARED(rfk_any_attention_shared, s);
-    const uint32_t row = blockIdx.x, h = blockIdx.y, kv_head = h / (a.n_heads / a.n_kv_heads);
-    const rf_step_row at = a.rows[row];
-    const uint32_t own = (uint32_t)at.pos;
+    const rf_step_row at = a.rows[run.row0];
+    const uint32_t own = (uint32_t)at.pos, kv_head = run.head0 / (a.n_heads / a.n_kv_heads);
     const int32_t *list = x.list && own >= x.n_dense
-                              ? x.list + (size_t)row * x.list_stride + kv_head % x.n_lists * x.n_listed
+                              ? x.list + (size_t)run.row0 * x.list_stride + kv_head % x.n_lists * x.n_listed
                               : NULL;
-    rfk_any_span<KV> r = {NULL, NULL, NULL, 0, own + 1, own + 1, x.list_unit, a.n_cells};
-    uint32_t n_listed = 0;
-    if (x.both_ways)
-        for (uint32_t t = row; t < a.n_rows; t++)
-            if (a.rows[t].seq == at.seq) r.end = (uint32_t)a.rows[t].pos + 1;
+    const size_t head = (size_t)(uint32_t)at.seq * a.n_kv_heads + kv_head;
+    rfk_any_span<KV> r = {NULL, NULL, NULL, 0, own + 1, own + 1, 1, a.n_cells};
+    if (turn) {
+        r.k = r.v = rfk_kv_row(static_cast<const KV *>(x.blocks), head * x.n_block_cells, a.head_dim);
+        r.n_cells = x.n_block_cells;
+        r.seen = (own + 1) / x.block_unit;
+        r.list = list;
+        r.end = list ? x.n_listed : r.seen;
+        return r;
+    }
+    r.k = rfk_kv_row(static_cast<const KV *>(a.k), head * a.n_cells, a.head_dim);
+    r.v = rfk_kv_row(static_cast<const KV *>(a.v), head * a.n_cells, a.v_row);
+    uint32_t last = x.both_ways ? a.n_rows - 1 : run.row0; /* of the sequence */
+    while (a.rows[last].seq != at.seq) last--;
+    r.end = (uint32_t)a.rows[last].pos + 1;
     const uint32_t half = x.both_ways ? a.window / 2 : a.window - 1;
     if (a.window && own > half) r.begin = own - half;
     if (a.window && x.both_ways && r.end > own + half + 1) r.end = own + half + 1;
     if (x.both_ways) r.seen = r.end;
-    while (list && n_listed < x.n_listed && list[n_listed] >= 0) n_listed++;
-    if (list && !x.blocks) r.list = list, r.begin = 0, r.end = n_listed * x.list_unit;
-    const size_t head = (size_t)(uint32_t)at.seq * a.n_kv_heads + kv_head;
-    r.k = rfk_kv_row(static_cast<const KV *>(a.k), head * a.n_cells, a.head_dim);
-    r.v = rfk_kv_row(static_cast<const KV *>(a.v), head * a.n_cells, a.v_row);
-    for (uint32_t i = threadIdx.x; i < a.head_dim; i += RFK_BLOCK)
-        s.q[i] = a.q[(size_t)row * a.q_stride + (size_t)h * a.head_dim + i];
-    rfk_any_sums sums = {a.sinks ? rfk_load_any(a.sinks, a.sinks_type, h) : -INFINITY, a.sinks ? 1.0f : 0.0f, {0, 0}};
-    __syncthreads();
+    if (list && !x.blocks) r.list = list, r.list_unit = x.list_unit, r.begin = 0, r.end = x.n_listed * x.list_unit;
+    return r;
+}
+template <int WAVE, class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_any_attention(rfk_any_attention_args x) {
+    if (!RFK_RUNS_WAVE(WAVE)) return;
+    const rfk_attention_args &a = x.a;
+    RFK_SHARED(rfk_attention_shared<RFK_LATENT_HEAD>, s);
+    RFK_SHARED(rfk_any_places, places);
+    const uint32_t group = a.n_heads / a.n_kv_heads, chunks = (group + a.heads_per_block - 1) / a.heads_per_block,
+                   chunk = blockIdx.y % chunks, apart = (a.head_dim + 7) / 8 * 8;
+    rfk_run run;
+    run.row0 = blockIdx.x, run.row1 = run.row0 + 1;
+    run.head0 = blockIdx.y / chunks * group + chunk * a.heads_per_block;
+    run.n = run.n_heads =
+        group - chunk * a.heads_per_block < a.heads_per_block ? group - chunk * a.heads_per_block : a.heads_per_block;
+    const float *in = a.q + (size_t)run.row0 * a.q_stride + (size_t)run.head0 * a.head_dim;
+    const float heat = rfk_temperature(a, a.rows[run.row0].pos);
+    float *q = s.q[0];
+    for (uint32_t i = threadIdx.x; i < run.n * apart; i += RFK_BLOCK)
+        q[i] = i % apart < a.head_dim ? in[i / apart * a.head_dim + i % apart] * heat : 0.0f;
+    rfk_attending t;
+    rfk_begin_attending(s, a, run, t);
     for (uint32_t turn = 0; turn < (x.blocks ? 2u : 1u); turn++) { /* one call: its code is there once */
-        rfk_any_attend(s, x, r, own, sums);
-        if (!x.blocks) break;
-        const KV *blocks = rfk_kv_row(static_cast<const KV *>(x.blocks), head * x.n_block_cells, a.head_dim);
-        const uint32_t seen = (own + 1) / x.block_unit;
-        const rfk_any_span<KV> of_blocks = {blocks, blocks, list, 0, list ? n_listed : seen, seen, 1, x.n_block_cells};
-        r = of_blocks;
+        const rfk_any_span<KV> r = rfk_any_find_span<KV>(x, run, turn);
+        for (uint32_t first = r.begin; first < r.end; first += RFK_CELLS) {
+            if (r.list && r.list[first / r.list_unit] < 0) break;
+            if (threadIdx.x < RFK_CELLS) places.pos[threadIdx.x] = rfk_any_place(r, first + threadIdx.x);
+            __syncthreads();
+            rfk_any_scores<WAVE>(s, x, places, run, r);
+            __syncthreads();
+            rfk_softmax<WAVE>(s, &t.largest, &t.sum);
+            __syncthreads();
+            rfk_rescale(s, t);
+            for (uint32_t i = t.start; t.column < a.head_dim_v && i < RFK_CELLS; i += t.stride)
+                if (places.pos[i] != RFK_UNSEEN)
+                    rfk_add_values(s, a, rfk_kv_row(r.v, places.pos[i] % r.n_cells, a.v_row), i, t);
+            __syncthreads();
+        }
     }
-    for (uint32_t e = 0; e < 2; e++) {
-        const uint32_t d = threadIdx.x + e * RFK_BLOCK;
-        if (d < a.head_dim_v)
-            a.out[(size_t)row * a.out_stride + (size_t)h * a.head_dim_v + d] =
-                sums.total > 0 ? sums.out[e] / sums.total : 0.0f;
-    }
+    rfk_end_attending(s, a, run, t);
 }
 
 /* Attention over residual streams: a score for each vector, by its product with the weight and its own length; then all
@@ -12787,6 +12830,7 @@ static rf_result rfk_run_any_attention(const rfk_launching *l, const rfk_attenti
     rfk_any_attention_args x;
     memset(&x, 0, sizeof x);
     x.a = *a;
+    x.a.part = NULL;
     x.list = l->op->in2 == RF_NONE ? NULL : (const int32_t *)(const void *)l->b.in2;
     x.bias = rfk_vector(l->p, l->op->bias, 0, &x.bias_type);
     x.buckets = l->p->tables + att->buckets;
@@ -12800,10 +12844,17 @@ static rf_result rfk_run_any_attention(const rfk_launching *l, const rfk_attenti
     x.n_block_cells = l->b.n_block_cells;
     x.block_unit = att->block_unit;
     x.both_ways = (l->op->flags & RF_OP_BOTH_WAYS) != 0;
-    void (*kernel)(rfk_any_attention_args) = l->p->cache_type == RF_CACHE_F32    ? rfk_any_attention<float>
-                                             : l->p->cache_type == RF_CACHE_Q8_0 ? rfk_any_attention<rfk_q8>
-                                                                                 : rfk_any_attention<uint16_t>;
-    return rfk_enqueue(l, kernel, dim3(l->n_rows, att->n_heads), RFK_BLOCK, x);
+    const uint32_t group = att->n_heads / att->n_kv_heads, room = rfk_any_heads(att->head_dim),
+                   wanted = 2 * l->p->dev->info.compute_units; /* blocks */
+    uint32_t *n = &x.a.heads_per_block;
+    *n = group < room ? group : room;
+    while (*n > 1 && (uint64_t)l->n_rows * att->n_kv_heads * rfk_ceil_div(group, *n) < wanted) *n = (*n + 1) / 2;
+    void (*half)(rfk_any_attention_args) = RFK_BY_WAVE(l, (rfk_any_attention<32, uint16_t>), (rfk_any_attention<64, uint16_t>));
+    void (*full)(rfk_any_attention_args) = RFK_BY_WAVE(l, (rfk_any_attention<32, float>), (rfk_any_attention<64, float>));
+    void (*quantized)(rfk_any_attention_args) =
+        RFK_BY_WAVE(l, (rfk_any_attention<32, rfk_q8>), (rfk_any_attention<64, rfk_q8>));
+    return rfk_enqueue(l, l->p->cache_type == RF_CACHE_F32 ? full : l->p->cache_type == RF_CACHE_Q8_0 ? quantized : half,
+                       dim3(l->n_rows, att->n_kv_heads * rfk_ceil_div(group, *n)), RFK_BLOCK, x);
 }
 
 static rfk_flash_kernel rfk_choose_flash(const rfk_launching *l) {

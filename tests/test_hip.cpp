@@ -1489,6 +1489,14 @@ static void attention_case(const AttentionCase &c) {
     std::vector<float> y = g.get(out);
     compare(y, want, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
     CHECK(g.run(rows) == RF_OK && same_bits(y, g.get(out)), "%s: a repeated run gives other bits", what);
+    if (!c.unit) return;
+    /* the last row alone, whose heads may lie in more blocks */
+    g.set(q, std::vector<float>(x.end() - (heads * c.dk + 1), x.end()));
+    g.set(o->in2, std::vector<float>(lists.end() - n_listed, lists.end()));
+    CHECK(g.run(std::vector<rf_step_row>(1, rows.back())) == RF_OK, "%s: %s", what, g.err.text);
+    const std::vector<float> alone = g.get(out), last(y.end() - (heads * c.dv + 2), y.end());
+    CHECK(same_bits(std::vector<float>(alone.begin(), alone.begin() + heads * c.dv), std::vector<float>(last.begin(), last.end() - 2)),
+          "%s: a row alone gives other bits", what);
 }
 
 /* To later positions too, as encoders do, and to listed positions only. */
@@ -1504,8 +1512,12 @@ static void test_attention_both_ways_and_lists() {
         if (dim % 32 == 0 && i % 3 == 0) c.cache = RF_CACHE_Q8_0;
         attention_case(c);
     }
-    AttentionCase latent = {4, 1, 96, 64, 300, 9, RF_CACHE_F32, 0, 0, 0, 0, true, false, false, 4};
-    for (latent.device = 0; latent.device < (uint32_t)n_devices; latent.device++) attention_case(latent);
+    AttentionCase latent = {4, 1, 96, 64, 300, 9, RF_CACHE_F32, 0, 0, 0, 0, true, false, false, 4},
+                  many = {20, 1, 576, 512, 70, 9, RF_CACHE_F16, 0, 0, 0, 0, true, false, false, 4}; /* heads for three blocks */
+    for (uint32_t d = 0; d < (uint32_t)n_devices; d++) {
+        latent.device = many.device = d;
+        attention_case(latent), attention_case(many);
+    }
 }
 
 /* To positions in a window and to blocks, all of them or listed ones, of which only every so many positions' rows are kept. */
