@@ -8403,9 +8403,9 @@ static void rfi_config_refuse(rfi_key_reader *k, rfi_config *c) {
     int64_t causal = 1;
     if (rfi_key_read(k, "attention.causal", 0)) rf_kv_int(&k->kv, 0, &causal, NULL);
     c->both_ways = c->arch->encoder || c->arch->both_ways || !causal;
-    if (c->both_ways && (c->arch->recurrent || c->arch->compressed))
-        rfi_key_fail(k, RF_ERR_UNSUPPORTED,
-                     "false: recurrent layers and blocks without a causal order are not supported");
+    if (c->both_ways && (c->arch->recurrent || c->arch->compressed || c->arch->indexer))
+        rfi_key_fail(k, RF_ERR_UNSUPPORTED, "false: recurrent layers, compressed blocks and indexers without a causal "
+                     "order are not supported");
 }
 
 /* What a graph may depend on: the keys that begin so. */

@@ -3423,9 +3423,10 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_experts_float(rfk
 }
 
 /* ---- pairs ----
- * Pairs sorted by expert (of RF_OP_HEADS: head), then by row and choice, and cut into tiles of up to RFK_PAIR_TILE pairs.
- * An expert with pairs [first, end) owns tiles [first / RFK_PAIR_TILE + expert, end / RFK_PAIR_TILE + expert + 1): at
- * least as many as it needs, so that no expert depends on the counts of others. Tiles that are not needed are empty. */
+ * Pairs sorted by expert (of RF_OP_HEADS: head), then by row and choice, and cut into tiles of up to RFK_PAIR_TILE
+ * pairs. An expert with pairs [first, end) owns tiles [first / RFK_PAIR_TILE + expert, end / RFK_PAIR_TILE + expert +
+ * 1): at least as many as it needs, so that no expert depends on the counts of others. Tiles that are not needed are
+ * empty. */
 #define RFK_PAIR_TILE 64
 struct rfk_pair_tile {
     uint32_t expert, first, n, number; /* number: of the expert's tiles before it */
@@ -7622,8 +7623,9 @@ template <int WAVE, class KV, uint32_t HEAD>
 RFK_DEVICE void rfk_scores(rfk_attention_shared<HEAD> &s, const rfk_attention_args &a, const rfk_run &r, const KV *k,
                            uint32_t cell0) {
     uint32_t cell = threadIdx.x / 4, part = threadIdx.x % 4, pos = cell0 + cell, first = cell0 % a.n_cells;
+    const KV *row = pos < r.end ? rfk_kv_row(k, first + cell, a.head_dim) : NULL;
     float dot[RFK_QUERIES];
-    rfk_key_dots<WAVE>(s.q[0], HEAD / 8, r.n, pos < r.end ? rfk_kv_row(k, first + cell, a.head_dim) : NULL, a.head_dim, dot);
+    rfk_key_dots<WAVE>(s.q[0], HEAD / 8, r.n, row, a.head_dim, dot);
     RFK_UNROLL(1)
     for (uint32_t g = part; g < r.n; g += 4) { /* the four threads share the queries */
         float score = 0;
@@ -7704,8 +7706,8 @@ template <uint32_t HEAD> RFK_DEVICE void rfk_rescale(const rfk_attention_shared<
 }
 /* Add the values of position i of the tile. */
 template <class KV, uint32_t HEAD>
-RFK_DEVICE void rfk_add_values(const rfk_attention_shared<HEAD> &s, const rfk_attention_args &a, const KV *row, uint32_t i,
-                               rfk_attending &t) {
+RFK_DEVICE void rfk_add_values(const rfk_attention_shared<HEAD> &s, const rfk_attention_args &a, const KV *row,
+                               uint32_t i, rfk_attending &t) {
     float v0 = rfk_kv_value(row, a.v_row, t.column),
           v1 = t.column + 1 < a.head_dim_v ? rfk_kv_value(row, a.v_row, t.column + 1) : 0.0f;
     RFK_UNROLL(8)
@@ -7795,8 +7797,8 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_attention(rfk_attention_args a
     }
 }
 
-/* Attention to positions that lie after the row's own too, or to those of a list, or to compressed blocks, with biases by
- * distance, and with longer keys than the others': a block takes some heads of a row through 64 positions at a time.
+/* Attention to positions that lie after the row's own too, or to those of a list, or to compressed blocks, with biases
+ * by distance, and with longer keys than the others': a block takes some heads of a row through 64 positions at a time.
  *   grid [T, n_kv_heads * ceil(group / heads_per_block)]   block 256   LDS 22.4 KiB */
 struct rfk_any_attention_args {
     rfk_attention_args a;
@@ -7898,7 +7900,8 @@ RFK_DEVICE rfk_any_span<KV> rfk_any_find_span(const rfk_any_attention_args &x, c
     if (list && !x.blocks) r.list = list, r.list_unit = x.list_unit, r.begin = 0, r.end = x.n_listed * x.list_unit;
     return r;
 }
-template <int WAVE, class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_any_attention(rfk_any_attention_args x) {
+template <int WAVE, class KV>
+static __global__ void RFK_THREADS(RFK_BLOCK) rfk_any_attention(rfk_any_attention_args x) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
     const rfk_attention_args &a = x.a;
     RFK_SHARED(rfk_attention_shared<RFK_LATENT_HEAD>, s);
@@ -12849,11 +12852,14 @@ static rf_result rfk_run_any_attention(const rfk_launching *l, const rfk_attenti
     uint32_t *n = &x.a.heads_per_block;
     *n = group < room ? group : room;
     while (*n > 1 && (uint64_t)l->n_rows * att->n_kv_heads * rfk_ceil_div(group, *n) < wanted) *n = (*n + 1) / 2;
-    void (*half)(rfk_any_attention_args) = RFK_BY_WAVE(l, (rfk_any_attention<32, uint16_t>), (rfk_any_attention<64, uint16_t>));
-    void (*full)(rfk_any_attention_args) = RFK_BY_WAVE(l, (rfk_any_attention<32, float>), (rfk_any_attention<64, float>));
+    void (*half)(rfk_any_attention_args) =
+        RFK_BY_WAVE(l, (rfk_any_attention<32, uint16_t>), (rfk_any_attention<64, uint16_t>));
+    void (*full)(rfk_any_attention_args) =
+        RFK_BY_WAVE(l, (rfk_any_attention<32, float>), (rfk_any_attention<64, float>));
     void (*quantized)(rfk_any_attention_args) =
         RFK_BY_WAVE(l, (rfk_any_attention<32, rfk_q8>), (rfk_any_attention<64, rfk_q8>));
-    return rfk_enqueue(l, l->p->cache_type == RF_CACHE_F32 ? full : l->p->cache_type == RF_CACHE_Q8_0 ? quantized : half,
+    const uint32_t type = l->p->cache_type;
+    return rfk_enqueue(l, type == RF_CACHE_F32 ? full : type == RF_CACHE_Q8_0 ? quantized : half,
                        dim3(l->n_rows, att->n_kv_heads * rfk_ceil_div(group, *n)), RFK_BLOCK, x);
 }
 
