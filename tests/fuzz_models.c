@@ -290,6 +290,26 @@ static void add_foreign_key(mutant *m) {
     }
 }
 
+/* Values that no program writes, of any type; arrays that are too short, too long, empty. */
+static void mutate_rudely(mutant *m) {
+    static const double values[] = {0, 1, -1, 2, 3, 7, 255, 256, 65535, 65536, 1048577, 2147483647, 2147483648., 4294967295.,
+                                    4294967296., 9.2e18, -9.2e18, 1e300, -1e300, NAN, INFINITY};
+    static const uint32_t types[] = {MG_KV_U8, MG_KV_I8, MG_KV_U16, MG_KV_I16, MG_KV_U32, MG_KV_I32, MG_KV_F32, MG_KV_BOOL,
+                                     MG_KV_U64, MG_KV_I64, MG_KV_F64};
+    m->how = "rude";
+    for (uint32_t k = 1 + below(m, 3); k > 0;) {
+        pair *p = &m->pairs[below(m, m->n_pairs)];
+        if (strncmp(p->key, prefix(m), strlen(prefix(m))) != 0 && percent(m, 80)) continue;
+        k--;
+        const uint64_t n = p->count, counts[] = {0, 1, n / 2, n + 1, n + 5, 100000};
+        if (percent(m, 30) || !width_of(p->element_type)) p->type = p->element_type = ANY_OF(m, types), p->count = 1;
+        if (percent(m, 25)) p->type = MG_KV_ARR;
+        if (p->type == MG_KV_ARR && percent(m, 50)) p->count = ANY_OF(m, counts);
+        set_number(p, ANY_OF(m, values));
+        if (p->type == MG_KV_ARR && p->count && percent(m, 50)) change_pair(m, p); /* only some elements are odd */
+    }
+}
+
 /* As many layers as block_count says: copies of those there are. */
 static void match_layers(mutant *m) {
     const pair *p = find_pair(m, own_key(m, "block_count"));
@@ -332,6 +352,13 @@ static void mutate_keys(mutant *m) {
     if (percent(m, 30)) mutate_types(m);
 }
 
+/* The experts of tokens: some twice, and some that are none. */
+static void change_ids(mutant *m, tensor *t, int beyond) {
+    static const int32_t ids[] = {0, 1, 2, 3, 0, 1, 7, 8, -1, 64, INT32_MAX, INT32_MIN};
+    for (size_t k = 0; k + 4 <= t->data.n; k += 4)
+        if (percent(m, 30)) memcpy(t->data.data + k, &ids[below(m, beyond ? 12 : 4)], 4);
+}
+
 /* Weights of one odd kind in some tensors. */
 static void mutate_weights(mutant *m) {
     static const float odd[] = {NAN, INFINITY, -INFINITY, 3e38f, -3e38f, 0, 1e-40f};
@@ -344,6 +371,7 @@ static void mutate_weights(mutant *m) {
         tensor *t = &m->tensors[i];
         uint32_t elements, bytes;
         mg_block(t->type, &elements, &bytes);
+        if (t->type == RF_TYPE_I32) change_ids(m, t, kind == 0);
         if (!percent(m, 30) || !bytes) continue;
         const uint16_t half = t->type == MG_BF16 ? mg_bf16(v) : mg_f16(v);
         const void *value = t->type == MG_F32 ? (const void *)&v : &half;
@@ -657,7 +685,8 @@ static int make_mutant(mutant *m, uint64_t seed) {
     m->wild = 0, m->how = "";
     const uint32_t kind = below(m, 20);
     read_model(m, &seed_models[below(m, n_seed_models)]);
-    if (kind < 11) mutate_keys(m);
+    if (seed % 8 == 5) mutate_rudely(m);
+    else if (kind < 11) mutate_keys(m);
     else if (kind < 14) mutate_types(m);
     else if (kind < 17) mutate_weights(m);
     else if (kind < 19) mutate_vocabulary(m);
@@ -667,7 +696,7 @@ static int make_mutant(mutant *m, uint64_t seed) {
 
 /* ---- a trial ---- */
 
-enum { N_TOKENS = 9, N_CTX = 16 };
+enum { MAX_TOKENS = 300, MAX_CTX = MAX_TOKENS + 7 };
 
 typedef struct trial {
     mg_rng r;
@@ -676,10 +705,12 @@ typedef struct trial {
     rig_how how;
     rf_session_desc session;
     int gpu, wild;
+    uint32_t n_tokens, n_ctx; /* 9 and 16, or many */
+    mg_rng odd;               /* of what was added later: found mutants keep their trials */
     int finite;               /* all logits are numbers: then evaluations can be compared */
     uint32_t n_vocab;
-    int32_t tokens[N_CTX];
-    float *want, *got;        /* [N_TOKENS, n_vocab] */
+    int32_t tokens[MAX_CTX];
+    float *want, *got;        /* [n_tokens, n_vocab] */
     rf_error err;
     saved state;
 } trial;
@@ -688,7 +719,7 @@ typedef struct trial {
 
 /* Tokens [from, to) of the text in one call, the logits of all of them to their rows of out. */
 static rf_result feed(trial *t, rf_session *s, int32_t seq, uint32_t from, uint32_t to, float *out) {
-    rf_token_row rows[N_CTX];
+    rf_token_row rows[MAX_CTX];
     for (uint32_t i = from; i < to; i++)
         rows[i - from] = (rf_token_row){.token = t->tokens[i], .seq = seq, .pos = (int32_t)i, .want_logits = 1};
     const rf_result r = rf_session_eval(s, rows, to - from, &t->err);
@@ -698,14 +729,14 @@ static rf_result feed(trial *t, rf_session *s, int32_t seq, uint32_t from, uint3
         WORKS(t, rf_session_get_logits(s, i - from, &logits, &t->err));
         WORKS(t, rf_session_get_argmax(s, i - from, &best, &t->err));
         MUST(best >= -1 && best < (int32_t)t->n_vocab, "token %d of %u", best, t->n_vocab);
-        if (out && i < N_TOKENS) memcpy(out + (size_t)i * t->n_vocab, logits, t->n_vocab * sizeof *out);
+        if (out && i < t->n_tokens) memcpy(out + (size_t)i * t->n_vocab, logits, t->n_vocab * sizeof *out);
     }
     return r;
 }
 
-/* The logits of tokens [from, N_TOKENS) are the same bits. */
+/* The logits of tokens [from, t->n_tokens) are the same bits. */
 static void same_bits(const trial *t, const float *a, const float *b, uint32_t from, const char *what) {
-    const size_t at = (size_t)from * t->n_vocab, n = (size_t)(N_TOKENS - from) * t->n_vocab;
+    const size_t at = (size_t)from * t->n_vocab, n = (size_t)(t->n_tokens - from) * t->n_vocab;
     MUST(!t->finite || memcmp(a + at, b + at, n * sizeof *a) == 0, "%s: other bits", what);
 }
 
@@ -747,7 +778,7 @@ static void try_vocabulary(trial *t) {
             size_t n_out = 0;
             MUST(ids[j] >= 0 && (uint32_t)ids[j] < n_vocab, "token %d of %u", ids[j], n_vocab);
             rf_detokenize(&state, ids[j], j % 2, out, sizeof out, &n_out, NULL);
-            if (j < N_CTX && n_vocab <= t->n_vocab) t->tokens[j] = ids[j]; /* the last chat is what the model reads */
+            if (j < t->n_ctx && n_vocab <= t->n_vocab) t->tokens[j] = ids[j]; /* the last chat is what the model reads */
         }
     }
 }
@@ -757,12 +788,12 @@ static void try_samplers(trial *t, rf_session *s) {
     rf_sampler sampler;
     int32_t id = -1;
     const uint32_t n_embd = rf_model_get_info(t->open.m).n_embd;
-    float *hidden = (float *)malloc((size_t)n_embd * N_TOKENS * sizeof *hidden);
+    float *hidden = (float *)malloc((size_t)n_embd * t->n_tokens * sizeof *hidden);
     MUST(hidden != NULL, "out of memory");
     WORKS(t, rf_sampler_init(&sampler, &desc, &t->err));
     if (rf_session_sample(s, 0, &sampler, &id, &t->err) == RF_OK) MUST(id >= 0 && (uint32_t)id < t->n_vocab, "token %d", id);
     else MUST(!t->finite, "%s", t->err.text);
-    WORKS(t, rf_session_hidden(s, 0, N_TOKENS, hidden, &t->err));
+    WORKS(t, rf_session_hidden(s, 0, t->n_tokens, hidden, &t->err));
     free(hidden);
 }
 
@@ -770,15 +801,15 @@ static void try_samplers(trial *t, rf_session *s) {
 static void try_cuts(trial *t) {
     rf_session_desc desc = t->session;
     const mg_rng cuts = t->r;
-    float *first = t->gpu ? (float *)malloc((size_t)N_TOKENS * t->n_vocab * sizeof *first) : t->want;
+    float *first = t->gpu ? (float *)malloc((size_t)t->n_tokens * t->n_vocab * sizeof *first) : t->want;
     MUST(first != NULL, "out of memory");
     desc.n_batch = 1 + mg_below(&t->r, 4), desc.n_seq_max = 1 + mg_below(&t->r, 3);
     for (int again = 0; again <= t->gpu; again++) {
         rf_session *s = session(t, &desc);
         t->r = cuts;
-        for (uint32_t at = 0, n; at < N_TOKENS; at += n) {
+        for (uint32_t at = 0, n; at < t->n_tokens; at += n) {
             n = 1 + mg_below(&t->r, 4);
-            if (n > N_TOKENS - at) n = N_TOKENS - at;
+            if (n > t->n_tokens - at) n = t->n_tokens - at;
             WORKS(t, feed(t, s, (int32_t)desc.n_seq_max - 1, at, at + n, t->gpu && !again ? first : t->got));
         }
         rf_session_close(s, NULL);
@@ -800,7 +831,7 @@ static void try_forged(trial *t, rf_session *s) {
         MUST(r == RF_OK || (n == 0 && t->err.code == r && t->err.text[0]), "a refused state leaves %u tokens", n);
         if (r != RF_OK) continue;
         uint32_t kept = 0;
-        if (n < N_CTX) WORKS(t, feed(t, s, 0, n, n + 1, NULL));
+        if (n < t->n_ctx) WORKS(t, feed(t, s, 0, n, n + 1, NULL));
         WORKS(t, rf_session_truncate(s, 0, mg_below(&t->r, 6), &kept, &t->err));
         WORKS(t, feed(t, s, 0, kept, kept + 2, NULL));
         WORKS(t, rf_session_copy(s, 0, 1, &t->err));
@@ -809,14 +840,15 @@ static void try_forged(trial *t, rf_session *s) {
     }
 }
 
-/* Five tokens saved and restored, and a copy of that: both go on as the first. */
+/* Some tokens saved and restored, and a copy of that: both go on as the first. */
 static void try_states(trial *t, rf_session *s) {
     rf_session *other = session(t, &t->session);
     const rf_session_io io = {saved_write, saved_read, &t->state};
     uint32_t kept = 1;
     WORKS(t, rf_session_truncate(s, 0, 0, &kept, &t->err));
     MUST(kept == 0, "%u tokens are left", kept);
-    WORKS(t, feed(t, s, 0, 0, 5, t->want));
+    const uint32_t half = t->n_tokens == 9 ? 5 : 1 + mg_below(&t->odd, t->n_tokens - 1);
+    WORKS(t, feed(t, s, 0, 0, half, t->want));
     const uint64_t n_bytes = rf_session_save_bytes(s, 0);
     t->state.n = t->state.at = 0;
     if (n_bytes <= sizeof t->state.data) {
@@ -824,10 +856,10 @@ static void try_states(trial *t, rf_session *s) {
         MUST(t->state.n == n_bytes, "%zu bytes, announced %llu", t->state.n, LLU(n_bytes));
         WORKS(t, rf_session_restore(other, 1, &io, &t->err));
         WORKS(t, rf_session_copy(other, 1, 0, &t->err));
-        WORKS(t, feed(t, s, 0, 5, N_TOKENS, t->want));
+        WORKS(t, feed(t, s, 0, half, t->n_tokens, t->want));
         for (int32_t seq = 0; seq < 2; seq++) {
-            WORKS(t, feed(t, other, seq, 5, N_TOKENS, t->got));
-            same_bits(t, t->want, t->got, 5, "after a restore");
+            WORKS(t, feed(t, other, seq, half, t->n_tokens, t->got));
+            same_bits(t, t->want, t->got, half, "after a restore");
         }
         try_forged(t, other);
     }
@@ -837,16 +869,17 @@ static void try_states(trial *t, rf_session *s) {
 /* Cut back and on again; then a text that does not fit. */
 static void try_back(trial *t, rf_session *s) {
     uint32_t kept = 0;
-    const uint32_t to = mg_below(&t->r, N_TOKENS);
+    const uint32_t to = mg_below(&t->r, t->n_tokens);
     WORKS(t, rf_session_truncate(s, 0, 0, NULL, &t->err));
-    WORKS(t, feed(t, s, 0, 0, N_TOKENS, t->want));
+    WORKS(t, feed(t, s, 0, 0, t->n_tokens, t->want));
     WORKS(t, rf_session_truncate(s, 0, to, &kept, &t->err));
     MUST(kept <= to && kept == rf_session_length(s, 0), "cut to %u, %u are left", to, kept);
-    WORKS(t, feed(t, s, 0, kept, N_TOKENS, t->got));
+    WORKS(t, feed(t, s, 0, kept, t->n_tokens, t->got));
     if (!t->gpu) same_bits(t, t->want, t->got, kept, "after a cut");
-    rf_token_row rows[N_CTX] = {{0}};
-    for (uint32_t i = 0; i < N_CTX; i++) rows[i].pos = RF_POS_NEXT;
-    MUST(rf_session_eval(s, rows, N_CTX, &t->err) == RF_ERR_CONTEXT_FULL && rf_session_length(s, 0) == N_TOKENS, "%s", t->err.text);
+    rf_token_row rows[MAX_CTX] = {{0}};
+    for (uint32_t i = 0; i < t->n_ctx; i++) rows[i].pos = RF_POS_NEXT;
+    const rf_result full = rf_session_eval(s, rows, t->n_ctx, &t->err);
+    MUST(full == RF_ERR_CONTEXT_FULL && rf_session_length(s, 0) == t->n_tokens, "%s", t->err.text);
 }
 
 /* The same bits with a budget, or it is too small. */
@@ -865,10 +898,153 @@ static void try_budget(trial *t) {
         MUST(res == RF_ERR_MEMORY || (res == RF_ERR_UNSUPPORTED && desc.expert_cpu_below), "%s", other.err.text);
         return;
     }
-    res = feed(t, other.s, 0, 0, N_TOKENS, t->got);
+    res = feed(t, other.s, 0, 0, t->n_tokens, t->got);
     MUST(res == RF_OK || res == RF_ERR_MEMORY, "%s", t->err.text);
     if (res == RF_OK && !desc.expert_cpu_below) same_bits(t, t->want, t->got, 0, "within a budget");
     rig_close(&other);
+}
+
+/* Several devices as one: by layers the same bits, by tensors numbers where one device has numbers, or refused by name. */
+static void try_groups(trial *t) {
+    static const char *const cpus[] = {"cpu,cpu", "cpu,cpu,cpu"}, *const gpus[] = {"hip:0,2", "hip:1,3"};
+    rf_device_desc dd = *t->how.device_desc;
+    rig_how how = t->how;
+    rig other;
+    dd.split = mg_below(&t->odd, 2);
+    how.device_desc = &dd, how.session = &t->session;
+    how.device = t->gpu ? gpus[t->how.device[4] - '0'] : cpus[mg_below(&t->odd, 2)];
+    if (rig_try(&other, &how) != RF_OK) {
+        MUST(other.err.code == RF_ERR_UNSUPPORTED && dd.split, "%s: %s", how.device, other.err.text);
+        return;
+    }
+    WORKS(t, feed(t, other.s, 0, 0, t->n_tokens, t->got));
+    if (!dd.split) same_bits(t, t->want, t->got, 0, how.device);
+    for (size_t i = 0; t->finite && !t->wild && i < (size_t)t->n_tokens * t->n_vocab; i++)
+        MUST(isfinite(t->got[i]), "%s: logit %zu is %g", how.device, i, (double)t->got[i]);
+    rig_close(&other);
+}
+
+/* ---- drafts ---- */
+
+/* What a generation chose. */
+typedef struct spoken {
+    int32_t ids[MAX_CTX];
+    uint32_t n, stop_at;
+    rf_result r;
+    rf_generate_result result;
+} spoken;
+
+static int on_spoken(int32_t id, void *user) {
+    spoken *out = (spoken *)user;
+    MUST(out->n < MAX_CTX, "more tokens than a context has");
+    out->ids[out->n++] = id;
+    return out->n == out->stop_at;
+}
+
+static void speak(trial *t, rf_session *s, rf_generate_desc d, const rf_sampler_desc *how, spoken *out) {
+    rf_sampler sampler;
+    WORKS(t, rf_sampler_init(&sampler, how, &t->err));
+    d.on_token = on_spoken, d.user = out, d.sampler = &sampler;
+    out->r = rf_generate(s, &d, &out->result, &t->err);
+    MUST(out->r == RF_OK || (t->err.code == out->r && t->err.text[0]), "a failure without a text");
+}
+
+/* A drafter of what comes, of garbage, of ids at the edge of the vocabulary and beyond. */
+typedef struct seer {
+    mg_rng *r;
+    const int32_t *text;
+    uint32_t n_text;
+    int32_t n_vocab;
+} seer;
+
+static uint32_t on_drafts(const int32_t *tokens, uint32_t n_tokens, int32_t *drafts, uint32_t max, void *user) {
+    const seer *o = (const seer *)user;
+    const int32_t odd[] = {-1, o->n_vocab - 1, o->n_vocab, 0, INT32_MAX, INT32_MIN};
+    const uint32_t n = mg_below(o->r, max + 1);
+    (void)tokens;
+    for (uint32_t i = 0; i < n; i++) {
+        drafts[i] = n_tokens + i < o->n_text ? o->text[n_tokens + i] : 0;
+        if (mg_below(o->r, 5) == 0) drafts[i] = odd[mg_below(o->r, 6)];
+        else if (mg_below(o->r, 5) == 0) drafts[i] = (int32_t)mg_below(o->r, (uint32_t)o->n_vocab);
+    }
+    return n;
+}
+
+/* A session for drafts; of a file with an MTP head that head, too. */
+static rf_session_desc open_head(trial *t, rf_model **head, rf_session **hs) {
+    mg_rng *r = &t->odd;
+    rf_session_desc desc = {.n_ctx = t->n_ctx, .cache_type = t->session.cache_type};
+    desc.n_logits_max = 2 + mg_below(r, 9), desc.n_batch = 2 + mg_below(r, 12);
+    desc.n_snapshots = mg_below(r, 6), desc.swa_full = mg_below(r, 2);
+    if (rf_model_open(t->open.g, t->open.d, &(rf_model_desc){.mtp = 1}, head, &t->err) == RF_OK) {
+        rf_session_desc d = {.n_ctx = 1 + mg_below(r, t->n_ctx + 4)};
+        d.n_logits_max = 1 + mg_below(r, 4), d.n_batch = 1 + mg_below(r, 9);
+        desc.mtp = rf_session_open(*head, &d, hs, &t->err) == RF_OK;
+    }
+    MUST(*hs || t->err.text[0], "a failure without a text");
+    return desc;
+}
+
+/* Go on after got was stopped: in another session or in this, after a cut or not. Returns the session. */
+static rf_session *go_on(trial *t, rf_session *s, const rf_session_desc *desc, rf_generate_desc d, const int32_t *text,
+                         spoken *got) {
+    static const rf_sampler_desc greedy;
+    const rf_session_io io = {saved_write, saved_read, &t->state};
+    const int32_t last = got->result.last_token;
+    const uint32_t n = d.n_ids + got->n;
+    MUST(rf_session_length(s, 0) == n - 1, "%u held, %u tokens", rf_session_length(s, 0), n);
+    if (mg_below(&t->odd, 2) && rf_session_save_bytes(s, 0) <= sizeof t->state.data) {
+        t->state.n = t->state.at = 0;
+        WORKS(t, rf_session_save(s, 0, &io, &t->err));
+        rf_session_close(s, NULL);
+        s = session(t, desc);
+        WORKS(t, rf_session_restore(s, 0, &io, &t->err));
+    }
+    if (mg_below(&t->odd, 2)) { /* cut back, and the text once more */
+        WORKS(t, rf_session_truncate(s, 0, mg_below(&t->odd, n), NULL, &t->err));
+        d.ids = text, d.n_ids = n;
+    } else {
+        d.ids = &last, d.n_ids = 1, d.append = 1;
+    }
+    got->stop_at = 0;
+    speak(t, s, d, &greedy, got);
+    return s;
+}
+
+/* The same ids with drafts of all kinds, to the end of the context; and stopped in the middle, then going on. */
+static void try_drafts(trial *t) {
+    static spoken want, got;
+    int32_t text[2 * MAX_CTX];
+    mg_rng *r = &t->odd;
+    rf_model *head = NULL;
+    rf_session *hs = NULL;
+    rf_drafter *drafter = NULL;
+    rf_sampler_desc how = {0};
+    if (mg_below(r, 2)) how = (rf_sampler_desc){.temperature = 0.8f, .top_p = 0.9f, .seed = 7, .repeat_penalty = 1.1f};
+    rf_generate_desc d = {.ids = t->tokens, .n_ids = 1 + mg_below(r, t->n_tokens)};
+    const rf_session_desc desc = open_head(t, &head, &hs);
+    rf_session *plain = session(t, &desc), *s = session(t, &desc);
+    memset(&want, 0, sizeof want), memset(&got, 0, sizeof got);
+    speak(t, plain, d, &how, &want);
+    memcpy(text, t->tokens, d.n_ids * sizeof *text);
+    memcpy(text + d.n_ids, want.ids, want.n * sizeof *text);
+    seer o = {r, text, d.n_ids + want.n, (int32_t)t->n_vocab};
+    rf_drafter_desc dd = {.max_drafts = mg_below(r, 16), .fixed = mg_below(r, 2), .ngram = RF_NONE, .user = &o, .mtp = hs};
+    if (mg_below(r, 2)) dd.ngram = 1 + mg_below(r, 3);
+    if (mg_below(r, 2)) dd.fn = on_drafts;
+    if (mg_below(r, 3) == 0 && !hs) dd.session = plain;
+    if (rf_drafter_open(t->open.m, &dd, &drafter, &t->err) == RF_OK) {
+        d.drafter = drafter;
+        got.stop_at = mg_below(r, 3) == 0 && how.temperature == 0 ? 1 + mg_below(r, 9) : 0;
+        speak(t, s, d, &how, &got);
+        const int stopped = got.r == RF_OK && got.result.finish == RF_FINISH_CANCELLED;
+        if (stopped && got.n < want.n && d.n_ids + got.n <= t->n_ctx) s = go_on(t, s, &desc, d, text, &got);
+        MUST(t->wild || (want.r == got.r && want.n == got.n && memcmp(want.ids, got.ids, want.n * sizeof *want.ids) == 0),
+             "with drafts %d, %u ids; without %d, %u: %s", got.r, got.n, want.r, want.n, t->err.text);
+    }
+    MUST(drafter || t->err.text[0], "a failure without a text");
+    rf_drafter_close(drafter, NULL);
+    rf_session_close(s, NULL), rf_session_close(plain, NULL), rf_session_close(hs, NULL), rf_model_close(head, NULL);
 }
 
 /* Each op of the GPU against the CPU's, with the same inputs. */
@@ -885,7 +1061,7 @@ static void try_encoder(trial *t, rf_session *s) {
     float *a = (float *)malloc(2 * (size_t)n * sizeof *a);
     MUST(a != NULL, "out of memory");
     for (int i = 0; i < 2; i++) {
-        const rf_embed_text text = {.tokens = t->tokens, .n_tokens = N_TOKENS};
+        const rf_embed_text text = {.tokens = t->tokens, .n_tokens = t->n_tokens};
         const rf_embed_desc desc = {.texts = &text, .n_texts = 1, .pooling = RF_POOL_CLS};
         const rf_result r = rf_session_embed(s, &desc, a + (size_t)i * n, &t->err);
         MUST(r == RF_OK || t->err.text[0], "a failure without a text");
@@ -900,12 +1076,12 @@ static const char *try_model(trial *t) {
     rf_session *s = NULL;
     const char *refused = NULL;
     t->n_vocab = t->open.n_vocab;
-    mg_tokens(t->tokens, N_CTX, t->n_vocab, t->r.state);
+    mg_tokens(t->tokens, t->n_ctx, t->n_vocab, t->r.state);
     if (mg_below(&t->r, 2)) try_vocabulary(t);
-    const size_t n = (size_t)N_TOKENS * t->n_vocab;
+    const size_t n = (size_t)t->n_tokens * t->n_vocab;
     t->want = (float *)calloc(n, sizeof *t->want), t->got = (float *)calloc(n, sizeof *t->got);
     MUST(t->want && t->got, "out of memory");
-    t->session = (rf_session_desc){.n_ctx = N_CTX, .n_seq_max = 2, .n_batch = N_CTX, .n_logits_max = N_CTX,
+    t->session = (rf_session_desc){.n_ctx = t->n_ctx, .n_seq_max = 2, .n_batch = t->n_ctx, .n_logits_max = t->n_ctx,
                                    .cache_type = mg_below(&t->r, 3)};
     rf_result r = rf_session_open(t->open.m, &t->session, &s, &t->err);
     if (r == RF_ERR_UNSUPPORTED && t->session.cache_type == RF_CACHE_Q8_0) {
@@ -915,7 +1091,7 @@ static const char *try_model(trial *t) {
     const int encoder = (int)rf_model_get_info(t->open.m).is_encoder;
     if (r != RF_OK) refused = "session";
     else if (encoder) try_encoder(t, s);
-    else if ((r = feed(t, s, 0, 0, N_TOKENS, t->want)) != RF_OK) refused = "eval";
+    else if ((r = feed(t, s, 0, 0, t->n_tokens, t->want)) != RF_OK) refused = "eval";
     if (!refused && !encoder) {
         t->finite = 1;
         for (size_t i = 0; i < n; i++) t->finite &= isfinite(t->want[i]) != 0;
@@ -925,6 +1101,8 @@ static const char *try_model(trial *t) {
         try_states(t, s);
         try_back(t, s);
         if (mg_below(&t->r, 2)) try_budget(t);
+        if (!t->gpu || mg_below(&t->odd, 4) == 0) try_groups(t);
+        if (!t->gpu) try_drafts(t);
     }
     rf_session_close(s, NULL);
     free(t->want), free(t->got);
@@ -937,7 +1115,9 @@ static const char *try_file(const mg_buf *file, uint64_t seed, int wild, uint64_
     static trial t;
     memset(&t, 0, offsetof(trial, state));
     t.r = (mg_rng){~seed};
+    t.odd = (mg_rng){seed * 7919 + 1};
     t.wild = wild;
+    t.n_tokens = mg_below(&t.odd, 12) == 0 ? 10 + mg_below(&t.odd, MAX_TOKENS - 9) : 9;
     t.file = (mg_buf){(unsigned char *)malloc(file->n), file->n, file->n};
     MUST(t.file.data != NULL, "out of memory");
     memcpy(t.file.data, file->data, file->n);
@@ -946,11 +1126,18 @@ static const char *try_file(const mg_buf *file, uint64_t seed, int wild, uint64_
     if (mg_below(&t.r, 12) == 0) { /* an emulated GPU takes thirty times as long */
         const uint32_t wide = mg_below(&t.r, 2);
         t.gpu = 1;
+        hip_emu_devices(4, 0);
         t.how.device = wide ? "hip:1" : "hip:0";
-        hip_emu_matrix_unit((int)wide, units[wide][mg_below(&t.r, 5)]);
-        hip_emu_fused_block(0, mg_below(&t.r, 2) ? 512 : 1024);
+        const int unit = units[wide][mg_below(&t.r, 5)];
+        const unsigned threads = mg_below(&t.r, 2) ? 512 : 1024;
+        for (int k = 0; k < 4; k += 2) { /* a group's devices are alike */
+            hip_emu_matrix_unit((int)wide + k, unit);
+            hip_emu_fused_block(k, threads);
+        }
         hip_emu_order((int)mg_below(&t.r, 3), (uint32_t)seed);
     }
+    if (t.gpu && t.n_tokens > 60) t.n_tokens = 60;
+    t.n_ctx = t.n_tokens + 7;
     const char *refused = "plan";
     if (rig_try(&t.open, &t.how) == RF_OK) {
         refused = try_model(&t);
