@@ -11616,11 +11616,17 @@ static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
 
 /* ---- what a decode step launches ---- */
 
+/* Whether a quantized matrix is none for rfk_fused_matvec. Weights are asked, not ops: a member of a group has some of the
+ * plan's ops and all weights, and is to launch what one device does. */
+static int rfk_is_wide(const rf_plan_weight *w) {
+    return rfk_is_built(w->type) && !rfk_is_float_type(w->type) && !w->row_reads && !w->n_experts &&
+           (w->n_in > RFK_MAX_COLUMN || w->n_in % 64 || rfk_weight_bytes(w) >> 32);
+}
+
 /* Whether op i is before `end` and a product for rfk_fused_matvec. */
 static int rfk_takes_column(const rf_plan *plan, uint32_t i, uint32_t end) {
     const rf_op *op = &plan->ops[i];
-    return i < end && rfk_takes_int8(plan, op) && op->matmul.n_in <= RFK_MAX_COLUMN && op->matmul.n_in % 64 == 0 &&
-           rfk_weight_bytes(&plan->weights[op->weight]) >> 32 == 0;
+    return i < end && rfk_takes_int8(plan, op) && !rfk_is_wide(&plan->weights[op->weight]);
 }
 
 /* Whether the type of op i's weight is one of RFK_OTHER. */
@@ -11890,8 +11896,7 @@ static void rfk_make_fused(rf_prepared *p) {
     const rf_plan *plan = p->plan;
     uint32_t int8_buffer = RF_NONE; /* what x8 holds */
     int wide = 0;                   /* some matmuls read x8 without fusion: x8 must be as in other steps */
-    for (uint32_t i = 0; i < plan->n_ops; i++)
-        wide = wide || (rfk_takes_int8(plan, &plan->ops[i]) && !rfk_takes_column(plan, i, plan->n_ops));
+    for (uint32_t i = 0; i < plan->n_weights; i++) wide = wide || rfk_is_wide(&plan->weights[i]);
     p->n_fused = 0;
     for (uint32_t segment = 0; segment < p->n_segments; segment++) {
         uint32_t end = p->segments[segment + 1];
