@@ -11616,8 +11616,8 @@ static rf_result rfk_prepare_memory(rf_prepared *p, rf_error *err) {
 
 /* ---- what a decode step launches ---- */
 
-/* Whether a quantized matrix is none for rfk_fused_matvec. Weights are asked, not ops: a member of a group has some of the
- * plan's ops and all weights, and is to launch what one device does. */
+/* Whether a quantized matrix is none for rfk_fused_matvec. Weights are asked, not ops: a member of a group has some of
+ * the plan's ops and all weights, and is to launch what one device does. */
 static int rfk_is_wide(const rf_plan_weight *w) {
     return rfk_is_built(w->type) && !rfk_is_float_type(w->type) && !w->row_reads && !w->n_experts &&
            (w->n_in > RFK_MAX_COLUMN || w->n_in % 64 || rfk_weight_bytes(w) >> 32);
