@@ -1029,7 +1029,8 @@ static void try_drafts(trial *t) {
     memcpy(text, t->tokens, d.n_ids * sizeof *text);
     memcpy(text + d.n_ids, want.ids, want.n * sizeof *text);
     seer o = {r, text, d.n_ids + want.n, (int32_t)t->n_vocab};
-    rf_drafter_desc dd = {.max_drafts = mg_below(r, 16), .fixed = mg_below(r, 2), .ngram = RF_NONE, .user = &o, .mtp = hs};
+    rf_drafter_desc dd = {0};
+    dd.max_drafts = mg_below(r, 16), dd.fixed = mg_below(r, 2), dd.ngram = RF_NONE, dd.user = &o, dd.mtp = hs;
     if (mg_below(r, 2)) dd.ngram = 1 + mg_below(r, 3);
     if (mg_below(r, 2)) dd.fn = on_drafts;
     if (mg_below(r, 3) == 0 && !hs) dd.session = plain;
