@@ -1,5 +1,5 @@
 /* test_group.c: several devices as one. By tensors: close to one device, the same bits in every run, refusals by name,
- * and failing calls. By layers ("hip:0,1"): the same bits as on one device for prompts, decoded tokens,
+ * failing calls, and the steps after them. By layers ("hip:0,1"): the same bits as on one device for prompts, decoded tokens,
  * sequences that are cut, copied, saved and restored, embeddings and schedulers, within budgets too; members of uneven
  * memory; copies between GPUs that are refused, wrong or hang; and each call of each member failing. On CPU and null
  * devices, on emulated GPUs (hip_group), and with RF_TEST_GPUS on two real ones. */
@@ -286,11 +286,32 @@ static void test_tensors_streamed(void) {
     mg_free(&file);
 }
 
+/* Four members, and members of uneven memory: close to one device as long as their parts fit, or an error by name. */
+static void test_tensors_uneven(void) {
+    static const char *const names[] = {"tensors hip:0,1,2,3", "tensors hip:0,2", "tensors hip:2,3,0"};
+    static speech want, got;
+    mg_buf file = {0};
+    rf_error err;
+    mg_llama(&file, &(mg_options){.type = MG_F32, .n_layers = 3, .n_embd = 512, .n_heads = 8, .n_kv_heads = 4, .n_ff = 160, .seed = 9});
+    say(NULL, &file, "hip:0", &want);
+    for (int i = 0; i < 4; i++) hip_emu_memory(i, file.n * (size_t)(i == 2 ? 2 : 4));
+    for (size_t k = 0; k < RFT_COUNT(names); k++) {
+        CHECK(speak_on(NULL, &file, names[k], NULL, &got, &err) == RF_OK, "%s: %s", names[k], err.text);
+        CHECK(close_to(&want, &got) < 1e-3, "%s: off by %g", names[k], close_to(&want, &got));
+    }
+    hip_emu_memory(2, 64 << 10);
+    const rf_result res = speak_on(NULL, &file, names[1], NULL, &got, &err);
+    CHECK((res == RF_ERR_MEMORY || res == RF_ERR_DEVICE) && strstr(err.text, "hip:2"), "too little memory: %s", err.text);
+    for (int i = 0; i < 4; i++) hip_emu_memory(i, (size_t)8 << 30);
+    mg_free(&file);
+}
+
 /* What cannot be split says so when it is opened, by name. */
 static void test_tensors_refused(void) {
     static const char *const wrong[][3] = {
         {"tests/family/mixtral.gguf", "hip:0,2", "mixtures of experts are not split yet"},
         {"tests/family/deepseek2-lite.gguf", "hip:0,2", "cannot be split by tensors"},
+        {"tests/family/gemma4.gguf", "hip:0,1,2,3", "cannot be split by tensors"},
         {"examples/shakespeare-5m.gguf", "hip:0,2", "attn_output.weight) cannot be split by tensors: its rows would be cut within blocks"},
         {"examples/shakespeare-5m.gguf", "cpu,cpu", "for GPUs only"}, {"examples/shakespeare-5m.gguf", "hip:0,cpu", "for GPUs only"},
         {"examples/shakespeare-5m.gguf", "hip:0,2,0", "hip:0 twice"}};
@@ -448,6 +469,7 @@ int main(int argc, char **argv) {
     hip_emu_devices(4, 0);
     RUN(test_tensors);
     RUN(test_tensors_streamed);
+    RUN(test_tensors_uneven);
     RUN(test_tensors_refused);
     RUN(test_tensors_failing);
     RUN_SLOW(test_tensors_failing_more);
