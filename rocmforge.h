@@ -1699,11 +1699,17 @@ typedef struct rf_route_params {
 
 /* EXPERTS: out[T, n_used, n_out] = factor[id] * in[T, n_in] W[id]^T + bias[id][n_out], id from a ROUTE's output in2.
  * weight has n_experts matrices, of which only those chosen need be loaded; of each the rows from first_row on. Under
- * RF_OP_PER_CHOICE in[T, n_used, n_in]. */
+ * RF_OP_PER_CHOICE in[T, n_used, n_in]. With n_own only experts [first_own, first_own + n_own) are this device's: the
+ * results of others are 0, without reading in or W. */
 typedef struct rf_experts_params {
     uint32_t n_in, n_out, first_row;
     uint32_t n_experts, n_used;
+    uint32_t first_own, n_own; /* n_own 0: all experts */
 } rf_experts_params;
+
+static inline int rf_experts_owns(const rf_experts_params *p, uint32_t expert) {
+    return p->n_own == 0 || expert - p->first_own < p->n_own;
+}
 
 /* MIX: out[T, n] = scale * sum over k of weight[k] * in[T, n_used, n], in order of k; weights from a ROUTE's output
  * in2, or sigmoid(in2[T, n_used]) under RF_OP_SIGMOID; without in2 1. With n_out so many sums: out[T, n_out, n], by
@@ -1935,6 +1941,7 @@ typedef struct rf_sum_params {
         rf_op_in(s, op->in2, 2 * (uint64_t)p->n_used); \
         rf_op_out(s, (uint64_t)p->n_used * p->n_out); \
         rf_op_need_experts(s, p->n_used, p->n_experts); \
+        rf_op_need(s, p->n_own <= p->n_experts && p->first_own <= p->n_experts - p->n_own, "own experts are none"); \
         rf_op_matrix(s, op->weight, p->n_experts, p->n_in, (uint64_t)p->first_row + p->n_out); \
         rf_op_vector_if(s, op->bias, (uint64_t)p->n_experts * p->n_out); \
         rf_op_vector_if(s, op->factor, p->n_experts); \
@@ -2421,7 +2428,16 @@ typedef struct rf_weight_layout {
     uint32_t align;
     uint32_t in_place;
     uint32_t place;         /* weights of different places are written to different rf_mems, where possible */
+    uint32_t n_places;      /* experts: matrix e has the place 1 << rf_expert_member(e, ..); 0: all have `place` */
 } rf_weight_layout;
+
+/* Experts that are divided evenly over n members: the first one that member m has, and who has expert e. */
+static inline uint32_t rf_expert_first(uint32_t n_experts, uint32_t n, uint32_t m) {
+    return (uint32_t)((uint64_t)n_experts * m / n);
+}
+static inline uint32_t rf_expert_member(uint32_t e, uint32_t n_experts, uint32_t n) {
+    return (uint32_t)((((uint64_t)e + 1) * n - 1) / n_experts);
+}
 
 /* Rows [row0, row0 + n_rows) of a weight to upload. src is pinned host memory, or the device copies it before
  * weight_write returns. In place: mem is NULL, src are the file's bytes, all rows. Lent: src is NULL, and all rows are
@@ -5334,7 +5350,7 @@ static rf_result rfi_device_check(const rf_device *d, const char *call, rf_error
 typedef struct rfi_stored {
     const void *mapped;      /* the file's bytes, if the device uses them where they are                     */
     uint32_t align;          /* and their addresses are multiples of this                                    */
-    uint32_t place;          /* rf_weight_layout                                                             */
+    uint32_t place, n_places; /* rf_weight_layout: rfi_tensor_place                                          */
     uint64_t bytes;          /* of a matrix, on the device or of the mapping                                 */
     struct rfi_expert_layer *expert_layer; /* of experts that can be cached, else NULL                       */
     uint32_t lent;           /* the weight of the same tensor in the lender's plan; RF_NONE: it has none     */
@@ -5597,6 +5613,16 @@ static const rf_plan_weight *rfi_tensor_weight(const rfi_store *s, const rfi_ten
     return &s->plan.weights[t->weight];
 }
 static const rfi_stored *rfi_tensor_stored(const rfi_store *s, const rfi_tensor *t) { return &s->stored[t->weight]; }
+
+/* The places of a weight's matrix e: of a group's members, bit m for member m. */
+static uint32_t rfi_matrix_place(const rfi_store *s, uint32_t weight, uint32_t e) {
+    const rfi_stored *stored = &s->stored[weight];
+    if (stored->n_places == 0) return stored->place;
+    return 1u << rf_expert_member(e, s->plan.weights[weight].n_experts, stored->n_places);
+}
+static uint32_t rfi_tensor_place(const rfi_store *s, const rfi_tensor *t) {
+    return rfi_matrix_place(s, t->weight, (uint32_t)(t - s->tensors) - s->plan.weights[t->weight].slot);
+}
 static uint32_t rfi_tensor_expert(const rfi_store *s, const rfi_tensor *t) {
     return rfi_tensor_slot(s, t) - rfi_tensor_weight(s, t)->slot;
 }
@@ -5709,28 +5735,31 @@ static void rfi_slab_release(rfi_store *s, rfi_slab *slab) { /* locked */
     rfi_stats_count_memory(s, slab->size_bytes, 0);
 }
 
-/* Place the tensors of slab `from` (RF_NONE: all resident ones) anew in slabs of about `target` bytes. */
+/* Place the tensors of slab `from` (RF_NONE: all resident ones) anew in slabs of about `target` bytes, those of each
+ * place together. */
 static void rfi_memory_place(rfi_store *s, uint32_t from, uint64_t target) { /* locked */
     rfi_memory *m = &s->memory;
-    uint32_t at = from;
-    if (from == RF_NONE) at = m->n_slabs = 0;
+    if (from == RF_NONE) m->n_slabs = 0;
     else m->slabs[from].size_bytes = 0;
+    const uint32_t begin = m->n_slabs; /* of the new ones */
     for (uint32_t slot = 0; slot < s->n_tensors; slot++) {
         rfi_tensor *t = &s->tensors[slot];
-        const rfi_stored *stored = rfi_tensor_stored(s, t);
+        const uint64_t bytes = rfi_tensor_stored(s, t)->bytes;
+        const uint32_t place = rfi_tensor_place(s, t);
         if (rfi_tensor_in_place(s, t) || !rfi_is_resident(t) || (from != RF_NONE && t->slab != from)) continue;
-        uint64_t size = m->n_slabs ? m->slabs[at].size_bytes : target;
+        uint32_t at = m->n_slabs;
+        while (at > begin && m->slabs[at - 1].place != place) at--;
+        at = at > begin ? at - 1 : from;
+        const uint64_t size = at == RF_NONE ? target : m->slabs[at].size_bytes;
         /* a slab that is cut in halves must not stay as large as it was */
-        int full = from == RF_NONE ? size >= target : size && size + stored->bytes > target;
-        if (size && m->slabs[at].place != stored->place) full = 1;
+        const int full = from == RF_NONE ? size >= target : size && size + bytes > target;
         if (full && m->n_slabs < RFI_MAX_SLABS) {
             at = m->n_slabs++;
-            memset(&m->slabs[at], 0, sizeof m->slabs[at]);
-        }
-        m->slabs[at].place = stored->place;
+            m->slabs[at] = (rfi_slab){.place = place};
+        } else if (at == RF_NONE) at = 0; /* more places than slabs: in one that is on other members, too */
         t->slab = at;
         t->offset = m->slabs[at].size_bytes;
-        m->slabs[at].size_bytes += stored->bytes;
+        m->slabs[at].size_bytes += bytes;
     }
 }
 
@@ -7008,8 +7037,8 @@ static int rfi_placement_lends(const rfi_store *s, const rfi_placement *p, uint3
 static void rfi_room_fill(const rfi_store *s, const rfi_placement *p, int experts, rfi_room *room) {
     for (uint32_t i = 0; i < room->n; i++) room->used[i] = s->memory.scratch.size_bytes;
     for (uint32_t i = 0; i < s->plan.n_weights; i++)
-        if ((experts || !s->stored[i].expert_layer) && !rfi_placement_lends(s, p, i))
-            rfi_room_take(room, s->stored[i].place, p->n_kept[i] * s->stored[i].bytes);
+        for (uint32_t e = 0; e < p->n_kept[i] && (experts || !s->stored[i].expert_layer); e++)
+            if (!rfi_placement_lends(s, p, i)) rfi_room_take(room, rfi_matrix_place(s, i, e), s->stored[i].bytes);
 }
 
 static rf_result rfi_placement_create(const rfi_store *s, rfi_placement *p, rf_error *err) {
@@ -7087,13 +7116,13 @@ static rf_result rfi_placement_streams(const rfi_store *s, uint64_t limit, rfi_r
                         rfi_gguf_path(s->g), RFI_LLU(limit), RFI_LLU(rfi_room_used(room) + room->n * min));
     const uint64_t left = rfi_room_left(room, UINT32_MAX),
                    ring = s->desc.stream_policy == RF_STREAM_LRU ? left : rfi_min_u64(min + ahead, left);
-    for (uint32_t i = 0; i < plan->n_weights; i++) {
-        const uint64_t rest = rfi_room_left(room, s->stored[i].place), bytes = s->stored[i].bytes;
-        const uint32_t more = rf_plan_weight_matrices(&plan->weights[i]) - p->n_kept[i],
-                       fit = (uint32_t)rfi_min_u64(more, rest > ring ? (rest - ring) / bytes : 0);
-        p->n_kept[i] += fit;
-        rfi_room_take(room, s->stored[i].place, fit * bytes);
-    }
+    for (uint32_t i = 0; i < plan->n_weights; i++)
+        for (uint32_t *e = &p->n_kept[i]; *e < rf_plan_weight_matrices(&plan->weights[i]); ++*e) {
+            const uint32_t place = rfi_matrix_place(s, i, *e);
+            const uint64_t rest = rfi_room_left(room, place);
+            if (rest < ring || rest - ring < s->stored[i].bytes) break;
+            rfi_room_take(room, place, s->stored[i].bytes);
+        }
     p->resident_bytes = rfi_room_used(room);
     p->ring_bytes = rfi_room_left(room, UINT32_MAX);
     return RF_OK;
@@ -7299,7 +7328,7 @@ static void rfi_store_unprepare(rfi_store *s) {
 
 /* The place that a slot's weight is loaded to first: a member of a group, else 0. */
 static uint32_t rfi_slot_place(const rfi_store *s, uint32_t slot) {
-    const uint32_t places = rfi_tensor_stored(s, &s->tensors[slot])->place;
+    const uint32_t places = rfi_tensor_place(s, &s->tensors[slot]);
     uint32_t m = 0;
     while (places && !(places >> m & 1)) m++;
     return m;
@@ -7444,6 +7473,7 @@ static void rfi_weight_describe(rfi_store *s, uint32_t weight) {
     stored->mapped = map;
     stored->align = layout.align;
     stored->place = layout.place;
+    stored->n_places = layout.n_places;
     stored->bytes = (layout.size_bytes + 255) & ~(uint64_t)255;
     stored->lent = map && !odd ? RF_NONE : rfi_weight_lent(s, weight);
     s->in_place |= map != NULL;
@@ -15779,8 +15809,8 @@ static void rfi_cpu_experts(void *ctx, uint32_t chunk, uint32_t thread) {
     const uint32_t n_blocks = (o->cut.n_units + o->cut.small - 1) / o->cut.small, e = s->active[chunk / n_blocks],
                    row0 = chunk % n_blocks * o->cut.small * RFI_CPU_UNIT,
                    n_rows = (uint32_t)rfi_min_u64(par->n_out - row0, (uint64_t)o->cut.small * RFI_CPU_UNIT);
-    const uint8_t *w = rfi_cpu_weight(o->p, op->weight, e);
-    w += (par->first_row + row0) * o->w_row_bytes;
+    const int own = rf_experts_owns(par, e);
+    const uint8_t *w = own ? rfi_cpu_weight(o->p, op->weight, e) + (par->first_row + row0) * o->w_row_bytes : NULL;
     float *y = o->p->scratch + thread * o->p->scratch_stride;
     for (uint32_t at = s->first[e], n; at < s->first[e + 1]; at += n) {
         rfi_acts x = o->acts;
@@ -15788,13 +15818,14 @@ static void rfi_cpu_experts(void *ctx, uint32_t chunk, uint32_t thread) {
         x.f += at * x.f_stride;
         x.q += at * x.q_stride;
         const rfi_matmul m = {w, o->w_row_bytes, n_rows, par->n_in, &x, n, y, n_rows};
-        rfi_matmul_run(o->k, o->w_type, &m);
+        if (own) rfi_matmul_run(o->k, o->w_type, &m);
+        else memset(y, 0, (uint64_t)n * n_rows * sizeof *y);
         for (uint32_t j = 0; j < n; j++) {
             const uint32_t pair = s->sorted[at + j];
             float *out = o->out + pair / par->n_used * o->out_width;
             out += (uint64_t)(pair % par->n_used) * par->n_out + row0;
-            if (o->vector2) o->k->scale(y + (uint64_t)j * n_rows, n_rows, o->vector2[e]);
-            if (o->vector) o->k->add(y + (uint64_t)j * n_rows, o->vector + (uint64_t)e * par->n_out + row0, n_rows);
+            if (o->vector2 && own) o->k->scale(y + (uint64_t)j * n_rows, n_rows, o->vector2[e]);
+            if (o->vector && own) o->k->add(y + (uint64_t)j * n_rows, o->vector + (uint64_t)e * par->n_out + row0, n_rows);
             memcpy(out, y + (uint64_t)j * n_rows, n_rows * sizeof *out);
         }
     }
@@ -17143,9 +17174,11 @@ typedef struct rfi_group_mem {
     uint32_t n_pieces;
 } rfi_group_mem;
 
-/* The part of a matrix that a member has: rows [row, row + n_rows) of values [in, in + n_in). n_rows 0: none. */
+/* The part of a weight that a member has: of some of its matrices rows [row, row + n_rows) of values [in, in + n_in).
+ * n_rows 0: none. */
 typedef struct rfi_portion {
     uint32_t row, n_rows, in, n_in;
+    uint32_t first, n_matrices; /* of experts; else 0 and 1 */
 } rfi_portion;
 
 /* A member's part of a plan. What is split has the same index as in the plan; one buffer more holds partial sums. */
@@ -17298,11 +17331,19 @@ static void rfi_group_cut(const rfi_group *g, const rf_plan *plan, uint32_t *cut
 
 /* ---- by tensors: shards ----
  * A walk over the ops says which buffers are split: queries, keys, values and what attention makes of them by KV heads
- * (with the query heads that share one), what a GLU reads and makes by columns. Products of whole inputs with split
- * outputs have some rows of their weights on each member, those of split inputs some columns: their results are partial
- * sums, and a SUM follows. All else is done by every member, what is about logits by the first one alone. */
+ * (with the query heads that share one), what a GLU reads and makes by columns, what experts read and make by experts.
+ * Products of whole inputs with split outputs have some rows of their weights on each member, those of split inputs some
+ * columns: their results are partial sums, as is a MIX of a member's own experts. Partial sums for one buffer are added
+ * up on each member, and one SUM follows before the buffer is used. All else is done by every member, what is about
+ * logits by the first one alone. */
 
-enum { RFI_WHOLE, RFI_HEADS, RFI_COLUMNS };
+enum {
+    RFI_WHOLE,
+    RFI_HEADS,
+    RFI_COLUMNS,
+    RFI_CHOICES, /* wide as on one device, but only the results of own experts are there: the others' are 0 at the end */
+    RFI_PARTS    /* each member has a part of a sum */
+};
 
 typedef struct rfi_sharing {
     const rf_plan *plan;
@@ -17321,15 +17362,22 @@ static int rfi_shard_kind(const rf_plan *plan, uint32_t buffer) {
     for (const rf_op *op = plan->ops; buffer != RF_NONE && op < plan->ops + plan->n_ops; op++) {
         if (op->kind == RF_OP_ATTENTION && (op->in == buffer || op->out == buffer)) return RFI_HEADS;
         if (op->kind == RF_OP_KV_STORE && (op->in == buffer || op->in2 == buffer)) return RFI_HEADS;
-        if (op->kind == RF_OP_GLU && (op->in == buffer || op->in2 == buffer || op->out == buffer)) return RFI_COLUMNS;
+        if (op->kind == RF_OP_EXPERTS && (op->out == buffer || (op->in == buffer && op->flags & RF_OP_PER_CHOICE)))
+            return RFI_CHOICES;
+        if (op->kind == RF_OP_MIX && op->in == buffer && op->flags & RF_OP_SIGMOID) return RFI_PARTS; /* shared experts */
+        if (op->kind != RF_OP_GLU) continue;
+        if (op->in == buffer) return RFI_COLUMNS;
+        if ((op->in2 == buffer || op->out == buffer) && rfi_shard_kind(plan, op->in) == RFI_COLUMNS) return RFI_COLUMNS;
     }
     return RFI_WHOLE;
 }
 
-/* Values that are never cut: of a KV head; of columns whole blocks of all types, if that is possible. */
+/* Values that are never cut: of a KV head; of columns whole blocks of all types, if that is possible, or as floats are
+ * read. */
 static uint32_t rfi_shard_unit(const rfi_sharing *s, int kind, uint32_t n) {
     if (kind == RFI_HEADS) return s->n_kv_heads ? n / s->n_kv_heads : 0;
-    return n % 256 == 0 && n / 256 >= s->n ? 256 : 32;
+    if (kind != RFI_COLUMNS) return 0;
+    return n % 256 == 0 && n / 256 >= s->n ? 256 : n % 32 == 0 && n / 32 >= s->n ? 32 : 8;
 }
 
 /* Whether n values can be split: they are whole units, one for each member at least. */
@@ -17341,7 +17389,7 @@ static int rfi_shard_fits(const rfi_sharing *s, int kind, uint32_t n) {
 /* The member's part of n values; *n becomes how many.   Returns the first */
 static uint32_t rfi_shard_part(const rfi_sharing *s, int kind, uint32_t *n) {
     const uint32_t unit = rfi_shard_unit(s, kind, *n);
-    if (kind == RFI_WHOLE || !unit) return 0;
+    if (!unit) return 0;
     const uint64_t units = *n / unit, begin = units * s->m / s->n, end = units * (s->m + 1) / s->n;
     *n = (uint32_t)(end - begin) * unit;
     return (uint32_t)begin * unit;
@@ -17353,26 +17401,37 @@ static uint64_t rfi_shard_bytes(const rf_plan_weight *w, uint32_t n) {
     return (uint64_t)n / type.block_elements * type.block_bytes;
 }
 
+/* Whether each member makes a part of the sum that the op's results are. */
+static int rfi_shard_sums(const rf_plan *plan, const rf_op *op) {
+    const int in = rfi_shard_kind(plan, op->in);
+    return (op->kind == RF_OP_MATMUL && in == RFI_HEADS) || (op->kind == RF_OP_MATMUL && in == RFI_COLUMNS) ||
+           (op->kind == RF_OP_MIX && in != RFI_WHOLE);
+}
+
 /* What the member needs of a weight for one op. */
 static rfi_portion rfi_shard_slice_for(const rfi_sharing *s, const rf_op *op, uint32_t weight) {
     const rf_plan_weight *w = &s->plan->weights[weight];
-    rfi_portion part = {0, w->n_rows, 0, w->n_in};
+    rfi_portion part = {0, w->n_rows, 0, w->n_in, 0, rf_plan_weight_matrices(w)};
     const int in = rfi_shard_kind(s->plan, op->in), out = rfi_shard_kind(s->plan, op->out);
     if (op->rows == RF_ROWS_LOGITS && s->m) part.n_rows = 0;
     if (op->kind == RF_OP_ATTENTION) part.in = rfi_shard_part(s, RFI_HEADS, &part.n_in); /* sinks */
+    if (op->kind == RF_OP_EXPERTS && op->weight == weight) {
+        part.first = rf_expert_first(w->n_experts, s->n, s->m);
+        part.n_matrices = rf_expert_first(w->n_experts, s->n, s->m + 1) - part.first;
+    }
     if (op->kind != RF_OP_MATMUL || part.n_rows == 0) return part;
     if (op->weight == weight) {
         part.row = rfi_shard_part(s, out, &part.n_rows);
         part.in = rfi_shard_part(s, in, &part.n_in);
     } else if (op->bias == weight) {
         part.in = rfi_shard_part(s, out, &part.n_in);
-        if (in != RFI_WHOLE && s->m) part.n_rows = 0; /* added once */
+        if (rfi_shard_sums(s->plan, op) && s->m) part.n_rows = 0; /* added once */
     }
     return part;
 }
 
 static rfi_portion rfi_shard_slice(const rfi_sharing *s, uint32_t weight) {
-    rfi_portion part = {0, 0, 0, 0};
+    rfi_portion part = {0};
     for (const rf_op *op = s->plan->ops; op < s->plan->ops + s->plan->n_ops && part.n_rows == 0; op++)
         if (op->weight == weight || op->bias == weight || op->factor == weight)
             part = rfi_shard_slice_for(s, op, weight);
@@ -17396,16 +17455,36 @@ static const char *rfi_shard_why_matmul(const rfi_sharing *s, const rf_op *op) {
     const rf_type_info type = rf_type_get(w->type);
     uint32_t n = op->matmul.n_in;
     if (in == RFI_WHOLE && out == RFI_WHOLE) return NULL;
-    if (in != RFI_WHOLE && out != RFI_WHOLE) return "a product of a split input with a split output";
+    if (in > RFI_COLUMNS || out == RFI_CHOICES) return "a product for experts that is of none";
+    if (out == RFI_PARTS ? in == RFI_WHOLE || op->flags & RF_OP_ACCUMULATE : in != RFI_WHOLE && out != RFI_WHOLE)
+        return "a product of a split input with a split output";
     if (op->matmul.first_row || op->matmul.n_out != w->n_rows) return "a part of a fused tensor: want one of its own";
     if (op->rows != RF_ROWS_TOKENS) return "its rows are those with logits";
-    if (out != RFI_WHOLE)
+    if (in == RFI_WHOLE)
         return rfi_shard_fits(s, out, op->matmul.n_out) ? NULL : "fewer KV heads or columns than devices, or odd ones";
     if (op->matmul.softcap != 0) return "a softcap of a sum";
     if (op->matmul.n_out % 4) return "a sum of rows that are no multiple of 4 values";
     if (!rfi_shard_fits(s, in, n)) return "fewer KV heads or columns than devices, or odd ones";
     n = rfi_shard_unit(s, in, n);
-    return n % type.block_elements || n % 32 ? "its rows would be cut within blocks of its type" : NULL;
+    return n % type.block_elements ? "its rows would be cut within blocks of its type" : NULL;
+}
+
+/* Likewise of what belongs to mixtures of experts. */
+static const char *rfi_shard_why_mixture(const rfi_sharing *s, const rf_op *op) {
+    const int in = rfi_shard_kind(s->plan, op->in), in2 = rfi_shard_kind(s->plan, op->in2),
+              out = rfi_shard_kind(s->plan, op->out);
+    const int joins = in == RFI_CHOICES ? 1 : in == RFI_PARTS ? op->flags & RF_OP_SIGMOID && op->mix.n_used == 1 : 0;
+    switch (op->kind) {
+    case RF_OP_ROUTE: return in != RFI_WHOLE || out != RFI_WHOLE ? "its buffers are split" : NULL;
+    case RF_OP_EXPERTS:
+        if (op->experts.n_experts < s->n) return "fewer experts than devices";
+        return op->experts.n_experts != s->plan->weights[op->weight].n_experts || in2 != RFI_WHOLE ||
+                       in != (op->flags & RF_OP_PER_CHOICE ? RFI_CHOICES : RFI_WHOLE) ? "experts of split inputs" : NULL;
+    case RF_OP_GLU: return out != RFI_CHOICES || (in2 != RFI_WHOLE && in2 != RFI_CHOICES) ? "parts of a mixture" : NULL;
+    default: /* MIX */
+        if (in == RFI_WHOLE && in2 == RFI_WHOLE && out == RFI_WHOLE) return NULL;
+        return !joins || in2 != RFI_WHOLE || out != RFI_WHOLE || op->mix.n_out ? "a sum of split inputs" : NULL;
+    }
 }
 
 /* Why an op cannot be done in shards; NULL: it can. */
@@ -17437,23 +17516,24 @@ static const char *rfi_shard_why(const rfi_sharing *s, const rf_op *op) {
                        op->attention.n_kv_heads != s->n_kv_heads
                    ? "latent keys, lists, biases, or layers with other numbers of KV heads" : NULL;
     case RF_OP_GLU:
+        if (in == RFI_CHOICES) return rfi_shard_why_mixture(s, op);
         return in != RFI_COLUMNS || out != RFI_COLUMNS || (op->in2 != RF_NONE && in2 != RFI_COLUMNS) ||
                        op->glu.in2_at || op->glu.repeat > 1 || op->flags & RF_OP_EACH_HEAD ||
                        !rfi_shard_fits(s, RFI_COLUMNS, op->glu.n) ? "want a gate and an input, each of its own" : NULL;
-    case RF_OP_ROUTE: case RF_OP_EXPERTS: return "mixtures of experts are not split yet";
+    case RF_OP_ROUTE: case RF_OP_EXPERTS: case RF_OP_MIX: return rfi_shard_why_mixture(s, op);
     default: return "ops of this kind are not split yet";
     }
 }
 
-/* The member's part of an op that rfi_shard_why accepted. Partial sums go to buffer `sums`. */
-static rf_op rfi_shard_op(const rfi_sharing *s, const rf_op *op, uint32_t sums) {
+/* The member's part of an op that rfi_shard_why accepted. */
+static rf_op rfi_shard_op(const rfi_sharing *s, const rf_op *op) {
     rf_op own = *op;
     const int in = rfi_shard_kind(s->plan, op->in), out = rfi_shard_kind(s->plan, op->out);
     switch (op->kind) {
     case RF_OP_RMS_NORM: rfi_shard_part(s, in, &own.norm.n_groups); break;
     case RF_OP_ROPE: rfi_shard_part(s, in, &own.rope.n_heads); break;
     case RF_OP_KV_STORE: rfi_shard_part(s, RFI_HEADS, &own.kv_store.n_kv_heads); break;
-    case RF_OP_GLU: rfi_shard_part(s, RFI_COLUMNS, &own.glu.n); break;
+    case RF_OP_GLU: rfi_shard_part(s, in, &own.glu.n); break;
     case RF_OP_ATTENTION: {
         const uint32_t first = rfi_shard_part(s, RFI_HEADS, &own.attention.n_heads);
         rfi_shard_part(s, RFI_HEADS, &own.attention.n_kv_heads);
@@ -17463,10 +17543,11 @@ static rf_op rfi_shard_op(const rfi_sharing *s, const rf_op *op, uint32_t sums) 
     case RF_OP_MATMUL:
         rfi_shard_part(s, out, &own.matmul.n_out);
         rfi_shard_part(s, in, &own.matmul.n_in);
-        if (in == RFI_WHOLE) break;
-        own.out = sums;
-        own.flags &= ~RF_OP_ACCUMULATE;
-        if (s->m) own.bias = RF_NONE;
+        if (rfi_shard_sums(s->plan, op) && s->m) own.bias = RF_NONE;
+        break;
+    case RF_OP_EXPERTS:
+        own.experts.first_own = rf_expert_first(op->experts.n_experts, s->n, s->m);
+        own.experts.n_own = rf_expert_first(op->experts.n_experts, s->n, s->m + 1) - own.experts.first_own;
         break;
     default: break;
     }
@@ -17483,23 +17564,40 @@ static void rfi_shard_close(const rf_allocator *alloc, rfi_shard *shard) {
     memset(shard, 0, sizeof *shard);
 }
 
+static uint32_t rfi_shard_sum_width(const rf_op *op) { return op->kind == RF_OP_MIX ? op->mix.n : op->matmul.n_out; }
+
+/* A SUM of the parts of `of`'s results, and of those that were added to them. */
+static void rfi_shard_add_sum(rfi_shard *shard, const rf_op *of, uint32_t sums) {
+    shard->origin[shard->plan.n_ops] = shard->origin[shard->plan.n_ops - 1];
+    shard->ops[shard->plan.n_ops++] =
+        (rf_op){.kind = RF_OP_SUM, .rows = of->rows, .flags = of->flags & RF_OP_ACCUMULATE, .layer = of->layer,
+                .in = sums, .in2 = RF_NONE, .in3 = RF_NONE, .out = of->out, .state = RF_NONE, .weight = RF_NONE,
+                .bias = RF_NONE, .factor = RF_NONE, .sum = {rfi_shard_sum_width(of), shard->n_sums++}};
+}
+
+/* Partial sums wait in a buffer of their own until another op uses the one that they belong to. */
 static void rfi_shard_make_ops(const rfi_sharing *s, rfi_shard *shard) {
     const rf_plan *plan = s->plan;
-    rf_plan_buffer *sums = &shard->buffers[plan->n_buffers];
-    for (uint32_t i = 0; i < plan->n_ops; i++) {
-        const rf_op *op = &plan->ops[i];
+    const uint32_t sums = plan->n_buffers;
+    const rf_op *waits = NULL; /* the first of those whose parts are in `sums` */
+    for (const rf_op *op = plan->ops; op < plan->ops + plan->n_ops; op++) {
+        const int adds = rfi_shard_sums(plan, op) && rfi_shard_kind(plan, op->out) == RFI_WHOLE,
+                  joins = adds && waits && op->out == waits->out && op->flags & RF_OP_ACCUMULATE;
+        const int uses = waits && (op->in == waits->out || op->in2 == waits->out || op->in3 == waits->out ||
+                                   op->out == waits->out || adds);
+        if (uses && !joins) rfi_shard_add_sum(shard, waits, sums), waits = NULL;
         if (op->rows == RF_ROWS_LOGITS && s->m) continue;
-        shard->origin[shard->plan.n_ops] = i;
-        shard->ops[shard->plan.n_ops++] = rfi_shard_op(s, op, plan->n_buffers);
-        if (op->kind != RF_OP_MATMUL || rfi_shard_kind(plan, op->in) == RFI_WHOLE) continue;
-        if (op->matmul.n_out > sums->width) sums->width = op->matmul.n_out;
-        shard->origin[shard->plan.n_ops] = i;
-        shard->ops[shard->plan.n_ops++] =
-            (rf_op){.kind = RF_OP_SUM, .rows = op->rows, .flags = op->flags & RF_OP_ACCUMULATE, .layer = op->layer,
-                    .in = plan->n_buffers, .in2 = RF_NONE, .in3 = RF_NONE, .out = op->out, .state = RF_NONE,
-                    .weight = RF_NONE, .bias = RF_NONE, .factor = RF_NONE,
-                    .sum = {op->matmul.n_out, shard->n_sums++}};
+        rf_op own = rfi_shard_op(s, op);
+        if (adds) {
+            own.out = sums;
+            if (!joins) own.flags &= ~RF_OP_ACCUMULATE, waits = op;
+            if (rfi_shard_sum_width(op) > shard->buffers[sums].width)
+                shard->buffers[sums].width = rfi_shard_sum_width(op);
+        }
+        shard->origin[shard->plan.n_ops] = (uint32_t)(op - plan->ops);
+        shard->ops[shard->plan.n_ops++] = own;
     }
+    if (waits) rfi_shard_add_sum(shard, waits, sums);
 }
 
 /* Member m's part of a plan whose ops were all accepted. */
@@ -18099,7 +18197,8 @@ static uint32_t rfi_group_place(rfi_group *g, const rf_plan *plan, uint32_t weig
 static rf_weight_layout rfi_group_weight_layout(rf_dev *d, const rf_plan *plan, const rf_plan_weight *w) {
     rfi_group *g = rfi_group_of(d);
     rf_weight_layout layout = {.align = 1, .in_place = 1,
-                               .place = rfi_group_place(g, plan, (uint32_t)(w - plan->weights))};
+                               .place = rfi_group_place(g, plan, (uint32_t)(w - plan->weights)),
+                               .n_places = g->split && w->n_experts ? g->n : 0};
     for (uint32_t m = 0; m < g->n; m++) {
         const rfi_sharing s = rfi_sharing_of(plan, g->n, m);
         rf_plan_weight own = *w;
@@ -18121,7 +18220,7 @@ static int rfi_shard_cut(const rfi_group_table *t, uint32_t m, rf_weight_part *p
     const uint64_t row_bytes = rfi_shard_bytes(w, w->n_in);
     const uint64_t begin = rfi_max_u64(part->row0, own->row),
                    end = rfi_min_u64((uint64_t)part->row0 + part->n_rows, (uint64_t)own->row + own->n_rows);
-    if (begin >= end) return 0;
+    if (begin >= end || part->slot - w->slot - own->first >= own->n_matrices) return 0;
     part->src = (const char *)part->src + (begin - part->row0) * row_bytes + rfi_shard_bytes(w, own->in);
     part->src_stride = own->n_in < w->n_in ? row_bytes : 0;
     part->row0 = (uint32_t)(begin - own->row);

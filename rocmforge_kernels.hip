@@ -3343,17 +3343,24 @@ struct rfk_experts_args {
     uint32_t row0;                 /* first row of each matrix */
     const uint8_t *factor;         /* [n_experts]; NULL: none */
     uint32_t factor_type;
+    uint32_t first_own, n_own;     /* own experts; results of others are 0 */
     rfk_weight heads;    /* route NULL: choice k takes rows of it from row0 + k * head_rows on (RF_OP_HEADS) */
     uint32_t head_rows;
     uint32_t kernel_type; /* rfk_kernel_type of `heads`, for rfk_across */
 };
 
-/* The matrix of an expert, or of a head; *row becomes the row in it. */
+RFK_DEVICE bool rfk_owns(const rfk_experts_args &a, uint32_t expert) { return expert - a.first_own < a.n_own; }
+
+/* The matrix of an expert, or of a head; *row becomes the row in it. plane[0] is NULL for an expert that is not loaded,
+ * and for those of other members. */
 RFK_DEVICE rfk_weight rfk_expert_matrix(const rfk_experts_args &a, uint32_t expert, uint32_t *row) {
+    rfk_weight w = a.heads;
     *row += a.row0;
-    if (a.route) return a.w[expert];
-    *row += expert * a.head_rows;
-    return a.heads;
+    if (a.route) {
+        w = a.w[expert];
+        if (!rfk_owns(a, expert)) w.plane[0] = NULL;
+    } else *row += expert * a.head_rows;
+    return w;
 }
 /* That of this block's choice. */
 RFK_DEVICE rfk_weight rfk_choice(const rfk_experts_args &a, uint32_t *expert, uint32_t *row) {
@@ -3365,7 +3372,8 @@ RFK_DEVICE rfk_weight rfk_choice(const rfk_experts_args &a, uint32_t *expert, ui
 RFK_DEVICE void rfk_put_pair(const rfk_experts_args &a, uint32_t pair, uint32_t expert, uint32_t row, float v) {
     if (a.factor) v *= rfk_load_any(a.factor, a.factor_type, expert);
     if (a.bias) v += rfk_load_any(a.bias, a.bias_type, (size_t)expert * a.n_out + row);
-    a.out[(size_t)(pair / a.n_used) * a.out_stride + (size_t)(pair % a.n_used) * a.out_choice + row] = v;
+    a.out[(size_t)(pair / a.n_used) * a.out_stride + (size_t)(pair % a.n_used) * a.out_choice + row] =
+        rfk_owns(a, expert) ? v : 0;
 }
 
 /* grid [ceil(n_out / 4), n_used, rows]   block 4 waves, a row of W each   reads W once per pair */
@@ -11864,7 +11872,7 @@ static int rfk_match_mixture(const rf_prepared *p, uint32_t i, uint32_t end, rfk
     if (i > 0 && e[-1].kind == RF_OP_ROUTE && e[-1].out == e->in2 && e[-1].route.n_groups <= 1 &&
         e[-1].factor == RF_NONE && e[-1].route.n_experts <= RFK_CHOOSE_FROM)
         up->choice = i - 1;
-    int ok = e->rows == RF_ROWS_TOKENS && e[0].flags == 0 && e[1].flags == 0 && e[1].in == e->in &&
+    int ok = e->experts.n_own == 0 && e->rows == RF_ROWS_TOKENS && e[0].flags == 0 && e[1].flags == 0 && e[1].in == e->in &&
              e[1].in2 == e->in2 && e[1].experts.n_out == n && e[1].experts.n_in == e->experts.n_in &&
              rfk_mixture_type(plan, &e[1]) == type && !rfk_is_float_type(type) && e->in != e->out &&
              e->in != e[1].out && e->experts.n_in % rfk_mixture_values(type) == 0 &&
@@ -13212,6 +13220,8 @@ static rfk_experts_args rfk_make_experts(const rfk_launching *l) {
     a.bias = rfk_vector(p, op->bias, 0, &a.bias_type);
     a.factor = rfk_vector(p, op->factor, 0, &a.factor_type);
     a.row0 = op->experts.first_row;
+    a.first_own = op->experts.first_own;
+    a.n_own = op->experts.n_own ? op->experts.n_own : op->experts.n_experts;
     a.x = l->b.in;
     a.route = l->b.in2;
     a.x8 = p->x8;
@@ -13267,6 +13277,7 @@ static rfk_experts_args rfk_make_heads(const rfk_launching *l) {
     a.out_choice = h->n_out + h->head_dim - h->n_in;
     a.row0 = h->first_row;
     a.head_rows = h->head_rows;
+    a.n_own = RF_NONE;
     a.kernel_type = rfk_kernel_type(p->plan->weights[op->weight].type);
     a.aligned = h->n_in % 8 == 0 && a.x_stride % 4 == 0 && a.x_choice % 4 == 0 && (size_t)l->b.in % 16 == 0;
     return a;
