@@ -1122,6 +1122,7 @@ struct ExpertsCase {
     uint32_t type, n_in, n_out, T, n_used, n_experts, device;
     bool per_choice, bias, glu, factor; /* factor: and rows from the second on */
     bool uneven;                        /* every row chooses the first expert, none the last */
+    bool part;                          /* the first expert is another member's: it is not there, its results are 0 */
 };
 
 /* Logits of T rows. */
@@ -1158,7 +1159,9 @@ static void experts_case(const ExpertsCase &c) {
         o->experts.n_experts = c.n_experts, o->experts.n_used = c.n_used;
         o->flags = c.per_choice ? (uint32_t)RF_OP_PER_CHOICE : 0;
         if (c.bias) o->bias = bias;
+        if (c.part) o->experts.first_own = 1, o->experts.n_own = c.n_experts - 1;
     }
+    if (c.part) g.missing = g.weights[weight].slot;
     o = g.op(RF_OP_MIX);
     o->in = twice, o->in2 = route, o->out = x, o->mix.n = c.n_out, o->mix.n_used = c.n_used;
     o->mix.scale = c.bias ? 0.5f : 0, o->flags = c.bias ? (uint32_t)RF_OP_ACCUMULATE : 0;
@@ -1198,7 +1201,7 @@ static void experts_case(const ExpertsCase &c) {
                     dot += term, squares += term * term;
                 }
                 const double share = 1 / (1 + exp(-(double)shares[t * (c.n_used + 1) + k])), by = c.factor ? factors[id] : 1;
-                dot = dot * by + (c.bias ? b[(size_t)id * c.n_out + i] : 0);
+                dot = c.part && id == 0 ? 0 : dot * by + (c.bias ? b[(size_t)id * c.n_out + i] : 0);
                 want.push_back(dot);
                 typical = fmax(typical, sqrt(squares) * fabs(by) * share * (c.bias ? 0.5 : 1));
                 typical3 = fmax(typical3, sqrt(squares) * fabs(by) * (c.bias ? 0.5 : 1));
@@ -1238,6 +1241,7 @@ static void test_experts() {
         c.device = (uint32_t)r[7];
         c.per_choice = r[6] & 1, c.bias = (r[6] & 2) != 0, c.glu = (r[6] & 4) != 0, c.factor = (r[6] & 8) != 0;
         c.uneven = false;
+        c.part = i % 3 == 0 && c.n_experts > 1;
         experts_case(c);
     }
 }
@@ -1248,12 +1252,90 @@ static void test_expert_tiles() {
     for (uint32_t d = 0; d < devices.size(); d++)
         for (size_t t = 1; t < N_TYPES; t += stride) {
             const uint32_t block = block_elements(types[t]), n = block == 1 ? 96 : block == 32 ? 160 : block;
-            ExpertsCase many = {types[t], n, 65, 70, 2, 3, d, t % 4 < 2, t % 3 == 0, false, t % 3 == 1, true},
-                        few = {types[t], n, 5, 7, 4, 8, d, t % 4 >= 2, t % 3 == 1, true, t % 3 == 2, true};
+            ExpertsCase many = {types[t], n, 65, 70, 2, 3, d, t % 4 < 2, t % 3 == 0, false, t % 3 == 1, true, t % 2 == 0},
+                        few = {types[t], n, 5, 7, 4, 8, d, t % 4 >= 2, t % 3 == 1, true, t % 3 == 2, true, t % 2 == 1};
             const bool turn = (t + d) % 2 == 0;
             if (turn || full || devices.size() == 1) experts_case(many);
             if (!turn || full || devices.size() == 1) experts_case(few);
         }
+}
+
+/* A mixture with shared experts and their gate, of experts [first, first + n), and of a part of the shared columns. */
+struct MixtureCase {
+    uint32_t type, n_in, n_ff, n_used, n_experts, n_shared, device, T;
+    bool bias, grouped; /* grouped: the choice has a launch of its own */
+};
+struct MixtureInputs {
+    std::vector<uint8_t> w[3], shared[3];
+    std::vector<float> b[3], x, logits, share, old;
+};
+static std::vector<float> mixture_part(const MixtureCase &c, const MixtureInputs &i, uint32_t first, uint32_t n,
+                                       bool accumulate, bool shared) {
+    Rig g(devices[c.device]);
+    const uint32_t x = g.buffer(c.n_in), logits = g.buffer(c.n_experts), route = g.buffer(2 * c.n_used), share = g.buffer(1),
+                   gates = g.buffer(c.n_used * c.n_ff), ups = g.buffer(c.n_used * c.n_ff), downs = g.buffer(c.n_used * c.n_in),
+                   out = g.buffer(c.n_in), gate = g.buffer(c.n_shared), up = g.buffer(c.n_shared), z = g.buffer(c.n_in);
+    rf_op *o = g.op(RF_OP_ROUTE);
+    o->in = logits, o->out = route, o->route.n_experts = c.n_experts, o->route.n_used = c.n_used;
+    if (c.grouped) o->route.n_groups = 2, o->route.n_groups_used = 2;
+    const uint32_t in[3] = {x, x, gates}, to[3] = {gates, ups, downs};
+    for (int k = 0; k < 3; k++) {
+        const uint32_t n_in = k < 2 ? c.n_in : c.n_ff, n_out = k < 2 ? c.n_ff : c.n_in;
+        if (k == 2) g.glu(gates, ups, gates, c.n_used * c.n_ff);
+        o = g.op(RF_OP_EXPERTS);
+        o->in = in[k], o->in2 = route, o->out = to[k], o->flags = k < 2 ? 0 : (uint32_t)RF_OP_PER_CHOICE;
+        o->weight = g.weight(c.type, n_in, n_out, i.w[k], c.n_experts);
+        o->experts.n_in = n_in, o->experts.n_out = n_out, o->experts.n_experts = c.n_experts, o->experts.n_used = c.n_used;
+        if (n < c.n_experts) o->experts.first_own = first, o->experts.n_own = n;
+        if (c.bias) o->bias = g.weight(RF_TYPE_F32, n_out, c.n_experts, std::vector<uint8_t>((const uint8_t *)i.b[k].data(), (const uint8_t *)(i.b[k].data() + i.b[k].size())));
+    }
+    o = g.op(RF_OP_MIX);
+    o->in = downs, o->in2 = route, o->out = out, o->mix.n = c.n_in, o->mix.n_used = c.n_used;
+    o->flags = accumulate ? (uint32_t)RF_OP_ACCUMULATE : 0;
+    if (shared) {
+        const uint32_t sg = g.weight(c.type, c.n_in, c.n_shared, i.shared[0]), su = g.weight(c.type, c.n_in, c.n_shared, i.shared[1]),
+                       sd = g.weight(c.type, c.n_shared, c.n_in, i.shared[2]);
+        g.matmul(x, gate, c.n_in, c.n_shared, sg), g.matmul(x, up, c.n_in, c.n_shared, su);
+        g.glu(gate, up, gate, c.n_shared);
+        g.matmul(gate, z, c.n_shared, c.n_in, sd);
+        o = g.op(RF_OP_MIX);
+        o->in = z, o->in2 = share, o->out = out, o->mix.n = c.n_in, o->mix.n_used = 1;
+        o->flags = RF_OP_ACCUMULATE | RF_OP_SIGMOID;
+    }
+    const uint32_t slot = n < c.n_experts ? g.weights[0].slot + (first + n) % c.n_experts : RF_NONE;
+    g.missing = slot; /* another member's */
+    rf_result r = g.open(c.T, 1, 64);
+    if (r == RF_OK) g.set(x, i.x), g.set(logits, i.logits), g.set(share, i.share), g.set(out, i.old);
+    if (r == RF_OK) r = g.run(rows_of(c.T));
+    CHECK(r == RF_OK, "%s", g.err.text);
+    return r == RF_OK ? g.get(out) : std::vector<float>();
+}
+
+/* Members' parts of a mixture add up to the whole. Rows choose experts of one member, of the other, and of both. */
+static void test_mixture_parts() {
+    static const uint32_t kinds[] = {RF_TYPE_Q4_K, RF_TYPE_Q8_0, RF_TYPE_MXFP4, RF_TYPE_Q6_K, RF_TYPE_F16, RF_TYPE_IQ4_XS};
+    for (uint32_t k = 0; k < sizeof kinds / sizeof *kinds * 2; k++) {
+        const uint32_t type = kinds[k / 2], block = block_elements(type), wide = block < 64 ? 128 : block;
+        const MixtureCase c = {type, wide, wide, 3, 8, wide, k % (uint32_t)devices.size(), k % 2 ? 5u : 1u + k / 2 % 2, k % 3 == 1, k % 4 == 3};
+        MixtureInputs i;
+        for (int j = 0; j < 3; j++) {
+            i.w[j] = random_rows(type, wide, wide * c.n_experts), i.shared[j] = random_rows(type, wide, wide);
+            i.b[j] = values((size_t)c.n_experts * wide);
+        }
+        i.x = values((size_t)c.T * wide), i.share = values(c.T), i.old = values((size_t)c.T * wide);
+        for (uint32_t t = 0; t < c.T; t++)
+            for (uint32_t e = 0; e < c.n_experts; e++) /* row 0: the last three, 1: the first three, later ones: some of both */
+                i.logits.push_back((t == 0 ? (float)e : t == 1 ? -(float)e : (float)(e * 5 % 8)) / 4);
+        const std::vector<float> whole = mixture_part(c, i, 0, 8, true, true), a = mixture_part(c, i, 0, 5, true, false),
+                                 b = mixture_part(c, i, 5, 3, false, true);
+        REQUIRE(whole.size() == a.size() && a.size() == b.size() && !whole.empty(), "no results");
+        std::vector<double> sum;
+        std::vector<float> parts;
+        for (size_t j = 0; j < a.size(); j++) sum.push_back(whole[j]), parts.push_back(a[j] + b[j]);
+        char what[80];
+        snprintf(what, sizeof what, "parts of a mixture of %s, %u rows, device %u", type_name(type), c.T, c.device);
+        compare(parts, sum, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
+    }
 }
 
 /* What a row's experts give is the same bits in a step of other rows, and has no number in it if they are not there. */
@@ -2499,10 +2581,12 @@ static void bfloats_cases(uint32_t device) {
         matmul_case(c);
         if (t % 3 != 2) continue; /* experts of a tile of pairs and a part, of a part, of none */
         ExpertsCase some = {types[t], block < 64 ? 64 : block, 20, 70, 2, 4, device, t % 2 == 0, t % 4 == 0, t % 4 == 3,
-                            t % 5 == 0, t % 2 == 0};
+                            t % 5 == 0, t % 2 == 0, t % 4 < 2};
         experts_case(some);
     }
-    ExpertsCase many = {RF_TYPE_Q4_K, 512, 130, 140, 2, 4, device, true, true, true, false, true}; /* three tiles */
+    ExpertsCase many = {RF_TYPE_Q4_K, 512, 130, 140, 2, 4, device, true, true, true, false, true, false}; /* three tiles */
+    experts_case(many);
+    many.part = true;
     experts_case(many);
     MatmulCase halves = {RF_TYPE_F16, 1280, 70, 140, 2, device}, bfloats = {RF_TYPE_BF16, 640, 70, 140, 3, device},
                five = {RF_TYPE_Q4_K, 512, 130, 530, 1, device}; /* columns for 5 tiles: three blocks of two consumers */
@@ -3311,7 +3395,7 @@ static void test_matrix_units() {
             MatmulCase small = {types[t], block == 32 ? 5 * block : 2 * block, 130, 20, 1, (uint32_t)kinds[k][0]};
             MatmulCase large = {types[t], block == 32 ? 9 * block : block, 65, 70, 2, (uint32_t)kinds[k][0]};
             ExpertsCase experts = {types[t],   large.n_in, 20,    40,   2,   3, large.device,
-                                   k % 2 == 0, true,       false, true, true};
+                                   k % 2 == 0, true,       false, true, true, t % 2 == 0};
             matmul_case(small);
             matmul_case(large);
             if ((t + k) % 3 == 0) experts_case(experts);
@@ -3322,7 +3406,7 @@ static void test_matrix_units() {
                        deep = {type, 1056, 17, 20, 0, device}; /* whose depth is cut over several blocks */
             matmul_case(rows);
             matmul_case(cols);
-            ExpertsCase experts = {type, 96, 20, 40, 2, 3, device, k % 2 == 0, true, false, true, true};
+            ExpertsCase experts = {type, 96, 20, 40, 2, 3, device, k % 2 == 0, true, false, true, true, t == 1};
             experts_case(experts);
             if (k % 2 == t || t == 2 || stride == 1) matmul_case(deep);
             float_ranges(type, device);
@@ -3373,7 +3457,7 @@ static void test_wrong_units() {
             MatmulCase product = {RF_TYPE_Q6_K, 512, 65, 20, 1, index};
             AttentionCase prompt = {3, 1, 80, 80, 33, 33, RF_CACHE_F16, 0, index, 0, 0};
             MatmulCase halves = {RF_TYPE_F16, 64, 65, 20, 1, index}, bfloats = {RF_TYPE_BF16, 64, 65, 20, 1, index};
-            ExpertsCase experts = {RF_TYPE_Q4_K, 512, 5, 20, 1, 2, index, false, true, false, false, true};
+            ExpertsCase experts = {RF_TYPE_Q4_K, 512, 5, 20, 1, 2, index, false, true, false, false, true, false};
             if (wrong == 1) matmul_case(product);
             if (wrong) experts_case(experts);
             if (wrong == 2) attention_case(prompt), matmul_case(halves), matmul_case(bfloats);
@@ -3883,6 +3967,7 @@ int main(int argc, char **argv) {
     RUN_SLOW(test_experts);
     RUN_SLOW(test_expert_tiles);
     RUN(test_expert_groups);
+    RUN(test_mixture_parts);
     RUN(test_kv_store);
     RUN(test_attention);
     RUN(test_attention_both_ways_and_lists);
