@@ -5304,6 +5304,7 @@ RFI_ONCE_CODE
 typedef struct rfi_store rfi_store;
 static uint32_t rfi_cpu_count(void);                                   /* section 10 */
 static void rfi_plan_free(const rf_allocator *alloc, rf_plan *plan);   /* section 9  */
+static uint32_t rfi_group_size(const rf_device *d);                    /* section 11: 1, or the members of a group */
 
 struct rf_device {
     rf_allocator alloc;
@@ -5487,6 +5488,7 @@ typedef struct rfi_stream {
 typedef struct rfi_expert_layer {
     uint32_t layer, n_experts;
     uint32_t first; /* number of its expert 0 among those of all layers */
+    uint32_t weight; /* one of those that have its matrices */
     uint32_t n_weights, slot[RFI_EXPERT_WEIGHTS];
     uint64_t bytes_of_expert; /* its matrices on the device */
     _Atomic uint64_t hits, misses, bytes, prefetched, on_cpu, round_trips;
@@ -5499,20 +5501,28 @@ typedef struct rfi_frame {
     uint32_t n_users; /* evals whose current layer needs it                      */
 } rfi_frame;
 
+/* The frames of a device, or of a member of a group, in which its experts find room. */
+typedef struct rfi_frame_set {
+    uint32_t n_experts;  /* of all layers, that it has                                       */
+    uint32_t n_min;      /* with so many frames, any step finds room for a layer's experts   */
+    uint32_t first, n;
+    uint32_t n_free;     /* without users, less those that evals have reserved               */
+    uint32_t n_empty;    /* that hold no expert                                              */
+    rfi_slab slab;
+} rfi_frame_set;
+
 typedef struct rfi_cache {
     rfi_expert_layer *layers;     /* [n_layers] in plan order; 0: no experts, or none that can be cached */
     uint32_t n_layers, n_experts; /* experts of all layers                                   */
     uint64_t frame_bytes;         /* of the largest expert                                   */
     uint64_t expert_bytes;        /* of all experts on the device                            */
-    uint32_t n_frames_min;        /* with so many, any step finds room for a layer's experts */
-    rfi_slab slab;
+    rfi_frame_set sets[RF_MAX_MEMBERS];
+    uint32_t n_sets;
     rfi_frame *frames;            /* [n_frames]                                              */
     uint32_t *frame_of;           /* [n_experts] RF_NONE: has none                           */
     double *score;                /* [n_experts] choices, each worth the `unit` of its time  */
     double unit, clock;           /* weight of a choice now; steps                           */
-    uint32_t n_frames;            /* 0: all experts are resident, or streamed                */
-    uint32_t n_free;              /* without users, less those that evals have reserved      */
-    uint32_t n_empty;             /* that hold no expert                                     */
+    uint32_t n_frames;            /* of all sets; 0: all experts are resident, or streamed   */
     int prefetching;              /* no cancel since the last request: readers may fill empty frames */
     int reader_waits;             /* a reader waits for a copy to end                        */
     int eval_waits;               /* an eval waits for free frames; others queue after it    */
@@ -5528,7 +5538,7 @@ typedef struct rfi_placement {
     uint32_t *weights;       /* of a layer, while the placement is made      */
     uint64_t resident_bytes; /* with the expert cache and scratch            */
     uint64_t ring_bytes;
-    uint32_t n_frames;       /* of the expert cache; 0: none                 */
+    uint32_t n_frames[RF_MAX_MEMBERS];  /* of the expert cache's sets; 0: none */
     const struct rfi_placement *lender; /* what the lender keeps; NULL: it lends nothing */
 } rfi_placement;
 
@@ -5620,6 +5630,12 @@ static uint32_t rfi_matrix_place(const rfi_store *s, uint32_t weight, uint32_t e
     if (stored->n_places == 0) return stored->place;
     return 1u << rf_expert_member(e, s->plan.weights[weight].n_experts, stored->n_places);
 }
+/* The first member of a group that is one of these places; 0 for a device. */
+static uint32_t rfi_place_member(uint32_t places) {
+    uint32_t m = 0;
+    while (places && !(places >> m & 1)) m++;
+    return m;
+}
 static uint32_t rfi_tensor_place(const rfi_store *s, const rfi_tensor *t) {
     return rfi_matrix_place(s, t->weight, (uint32_t)(t - s->tensors) - s->plan.weights[t->weight].slot);
 }
@@ -5706,7 +5722,8 @@ static rf_result rfi_fail_cancelled(const rfi_store *s, const rfi_tensor *t, rf_
 /* ---- device memory ---- */
 
 static rfi_slab *rfi_tensor_slab(rfi_store *s, const rfi_tensor *t) {
-    return t->streamed ? &s->stream.ring : t->cached ? &s->cache.slab : &s->memory.slabs[t->slab];
+    if (t->cached) return &s->cache.sets[rfi_place_member(rfi_tensor_place(s, t))].slab;
+    return t->streamed ? &s->stream.ring : &s->memory.slabs[t->slab];
 }
 
 /* Allocate the slab's memory, unless it has some. Unlocked meanwhile, since a driver may take milliseconds for it. */
@@ -6603,10 +6620,26 @@ static int rfi_expert_is_ready(const rfi_store *s, const rfi_expert_layer *layer
     return ready;
 }
 
-/* Empty all frames. What was chosen how often is still known. */
-static void rfi_cache_reset(rfi_cache *c, uint32_t n_frames) { /* locked */
-    c->n_frames = c->n_free = c->n_empty = n_frames;
-    for (uint32_t f = 0; f < n_frames; f++) c->frames[f] = (rfi_frame){.rank = -1, .expert_layer = RF_NONE};
+/* The set that has an expert. */
+static uint32_t rfi_expert_set(const rfi_store *s, const rfi_expert_layer *layer, uint32_t expert) {
+    return rfi_place_member(rfi_matrix_place(s, layer->weight, expert));
+}
+static rfi_frame_set *rfi_frame_get_set(rfi_cache *c, uint32_t f) {
+    rfi_frame_set *set = c->sets;
+    while (f >= set->first + set->n) set++;
+    return set;
+}
+
+/* Empty all frames. What was chosen how often is still known.   n_frames [n_sets] */
+static void rfi_cache_reset(rfi_cache *c, const uint32_t *n_frames) { /* locked */
+    c->n_frames = 0;
+    for (uint32_t m = 0; m < c->n_sets; m++) {
+        rfi_frame_set *set = &c->sets[m];
+        set->first = c->n_frames;
+        c->n_frames += set->n = set->n_free = set->n_empty = n_frames[m];
+        set->slab = (rfi_slab){.size_bytes = n_frames[m] * c->frame_bytes};
+    }
+    for (uint32_t f = 0; f < c->n_frames; f++) c->frames[f] = (rfi_frame){.rank = -1, .expert_layer = RF_NONE};
     for (uint32_t e = 0; e < c->n_experts; e++) c->frame_of[e] = RF_NONE;
 }
 
@@ -6625,7 +6658,7 @@ static void rfi_cache_drop_evicted(rfi_store *s) { /* locked */
         if (keep) continue;
         c->frame_of[layer->first + frame->expert] = RF_NONE;
         *frame = (rfi_frame){.rank = -1, .expert_layer = RF_NONE};
-        c->n_empty++;
+        rfi_frame_get_set(c, f)->n_empty++;
     }
 }
 
@@ -6644,11 +6677,12 @@ static void rfi_cache_count(rfi_cache *c, const rfi_expert_layer *layer, const u
 }
 
 /* The rank of a frame whose expert was chosen now. */
-static double rfi_cache_rank(const rfi_store *s, uint32_t f) {
-    const rfi_cache *c = &s->cache;
+static double rfi_cache_rank(rfi_store *s, uint32_t f) {
+    rfi_cache *c = &s->cache;
+    const rfi_frame_set *set = rfi_frame_get_set(c, f);
     const rfi_frame *frame = &c->frames[f];
     if (s->desc.expert_policy == RF_EXPERTS_LFRU) return c->score[rfi_frame_layer(c, frame)->first + frame->expert];
-    if (s->desc.expert_policy == RF_EXPERTS_STATIC && f < c->n_frames - c->n_frames_min) return INFINITY;
+    if (s->desc.expert_policy == RF_EXPERTS_STATIC && f - set->first < set->n - set->n_min) return INFINITY;
     return c->clock;
 }
 
@@ -6660,11 +6694,11 @@ static int rfi_frame_is_loading(const rfi_store *s, const rfi_frame *frame) {
     return loading;
 }
 
-/* The frame to give to another expert; RF_NONE: all that have no users are loading. */
-static uint32_t rfi_cache_victim(const rfi_store *s) { /* locked */
+/* The frame of a set to give to another expert; RF_NONE: all that have no users are loading. */
+static uint32_t rfi_cache_victim(const rfi_store *s, const rfi_frame_set *set) { /* locked */
     const rfi_cache *c = &s->cache;
     uint32_t best = RF_NONE;
-    for (uint32_t f = 0; f < c->n_frames; f++)
+    for (uint32_t f = set->first; f < set->first + set->n; f++)
         if (c->frames[f].n_users == 0 && (best == RF_NONE || c->frames[f].rank < c->frames[best].rank) &&
             !rfi_frame_is_loading(s, &c->frames[f]))
             best = f;
@@ -6681,10 +6715,10 @@ static int rfi_cache_assign(rfi_store *s, uint32_t f, const rfi_expert_layer *la
         evicted &= rfi_tensor_evict(s, rfi_expert_slot(old, k, frame->expert));
     if (!evicted) return 0;
     if (old) c->frame_of[old->first + frame->expert] = RF_NONE;
-    else c->n_empty--;
+    else rfi_frame_get_set(c, f)->n_empty--;
     *frame = (rfi_frame){.rank = 0, .expert_layer = (uint32_t)(layer - c->layers), .expert = expert};
     c->frame_of[layer->first + expert] = f;
-    uint64_t at = f * c->frame_bytes;
+    uint64_t at = (f - rfi_frame_get_set(c, f)->first) * c->frame_bytes;
     for (uint32_t k = 0; k < layer->n_weights; k++) {
         rfi_tensor *t = &s->tensors[rfi_expert_slot(layer, k, expert)];
         t->offset = at;
@@ -6693,14 +6727,19 @@ static int rfi_cache_assign(rfi_store *s, uint32_t f, const rfi_expert_layer *la
     return 1;
 }
 
-/* How many free frames a choice takes: one for each chosen expert that has none, or whose frame has no users. */
-static uint32_t rfi_cache_need(const rfi_cache *c, const rfi_expert_layer *layer, const uint32_t *rows_of) {
-    uint32_t n = 0;
+/* Reserve the free frames that a choice takes: one for each chosen expert that has none, or whose frame has no users.
+ * 0: there are too few. */
+static int rfi_cache_take(rfi_store *s, const rfi_expert_layer *layer, const uint32_t *rows_of) { /* locked */
+    rfi_cache *c = &s->cache;
+    uint32_t need[RF_MAX_MEMBERS] = {0};
+    int enough = 1;
     for (uint32_t e = 0; e < layer->n_experts; e++) {
         const uint32_t f = c->frame_of[layer->first + e];
-        n += rows_of[e] && (f == RF_NONE || c->frames[f].n_users == 0);
+        need[rfi_expert_set(s, layer, e)] += rows_of[e] && (f == RF_NONE || c->frames[f].n_users == 0);
     }
-    return n;
+    for (uint32_t m = 0; m < c->n_sets; m++) enough &= need[m] <= c->sets[m].n_free;
+    for (uint32_t m = 0; m < c->n_sets && enough; m++) c->sets[m].n_free -= need[m];
+    return enough;
 }
 
 /* Wait until there are enough free frames for a choice, and reserve them. Later evals wait until the first one that
@@ -6716,11 +6755,7 @@ static rf_result rfi_cache_reserve(rfi_store *s, const rfi_expert_layer *layer, 
             break;
         }
         if (first || !c->eval_waits) {
-            const uint32_t need = rfi_cache_need(c, layer, rows_of);
-            if (need <= c->n_free) {
-                c->n_free -= need;
-                break;
-            }
+            if (rfi_cache_take(s, layer, rows_of)) break;
             c->eval_waits = first = 1;
         }
         rfi_monitor_poll(&s->monitor);
@@ -6735,16 +6770,17 @@ static rf_result rfi_cache_reserve(rfi_store *s, const rfi_expert_layer *layer, 
 /* An expert's frame for this eval, which has reserved one for it. */
 static uint32_t rfi_cache_frame(rfi_store *s, const rfi_expert_layer *layer, uint32_t expert) { /* locked, yields */
     rfi_cache *c = &s->cache;
+    rfi_frame_set *set = &c->sets[rfi_expert_set(s, layer, expert)];
     uint32_t f;
     while ((f = c->frame_of[layer->first + expert]) == RF_NONE) {
         const uint64_t seen = s->n_changes;
-        const uint32_t victim = rfi_cache_victim(s);
+        const uint32_t victim = rfi_cache_victim(s, set);
         rfi_piece piece;
         if (victim != RF_NONE && rfi_cache_assign(s, victim, layer, expert)) continue;
         if (rfi_piece_take(s, NULL, &piece)) rfi_piece_run(s, &piece);
         else rfi_store_wait_change(s, seen);
     }
-    if (c->frames[f].n_users++) c->n_free++; /* another eval has brought it meanwhile */
+    if (c->frames[f].n_users++) set->n_free++; /* another eval has brought it meanwhile */
     return f;
 }
 
@@ -6791,7 +6827,8 @@ static void rfi_cache_release(rfi_store *s, const rfi_expert_layer *layer, const
     rfi_cache *c = &s->cache;
     rfi_monitor_lock(&s->monitor);
     for (uint32_t e = 0; e < layer->n_experts; e++)
-        if (frames[e] != RF_NONE && --c->frames[frames[e]].n_users == 0) c->n_free++;
+        if (frames[e] != RF_NONE && --c->frames[frames[e]].n_users == 0)
+            rfi_frame_get_set(c, frames[e])->n_free++;
     if (c->eval_waits) rfi_store_changed(s);
     rfi_monitor_unlock(&s->monitor);
 }
@@ -6802,8 +6839,9 @@ static void rfi_cache_release(rfi_store *s, const rfi_expert_layer *layer, const
 static int rfi_cache_prefetch(rfi_store *s) { /* locked, yields */
     rfi_cache *c = &s->cache;
     const rf_device_api *api = s->device->api;
-    if (!s->desc.expert_prefetch || !c->prefetching || c->n_frames == 0 || c->n_empty == 0 || c->n_free == 0 ||
-        s->loader.n_jobs || s->stream.paused || s->loader.quit || c->reader_waits || !rfi_store_residents_loaded(s))
+    int room = 0;
+    for (uint32_t m = 0; m < c->n_sets; m++) room |= c->sets[m].n_empty && c->sets[m].n_free;
+    if (!s->desc.expert_prefetch || !c->prefetching || c->n_frames == 0 || !room || s->loader.n_jobs || s->stream.paused || s->loader.quit || c->reader_waits || !rfi_store_residents_loaded(s))
         return 0;
     rf_ticket newest = s->loader.newest_copy;
     if (!api->ticket_done(&newest)) { /* one reader waits for it, and looks again for what has come meanwhile */
@@ -6816,13 +6854,16 @@ static int rfi_cache_prefetch(rfi_store *s) { /* locked, yields */
         return 1;
     }
     rfi_expert_layer *layer = NULL;
+    const rfi_frame_set *set = NULL;
     uint32_t expert = 0;
     for (rfi_expert_layer *l = c->layers; l < c->layers + c->n_layers; l++)
-        for (uint32_t e = 0; e < l->n_experts; e++)
-            if (c->frame_of[l->first + e] == RF_NONE &&
+        for (uint32_t e = 0; e < l->n_experts; e++) {
+            const rfi_frame_set *own = &c->sets[rfi_expert_set(s, l, e)];
+            if (c->frame_of[l->first + e] == RF_NONE && own->n_empty && own->n_free &&
                 (!layer || c->score[l->first + e] > c->score[layer->first + expert]))
-                layer = l, expert = e;
-    const uint32_t f = rfi_cache_victim(s);
+                layer = l, expert = e, set = own;
+        }
+    const uint32_t f = layer ? rfi_cache_victim(s, set) : RF_NONE;
     if (!layer || f == RF_NONE || c->frames[f].expert_layer != RF_NONE) return 0;
     if (!rfi_cache_assign(s, f, layer, expert)) return 0;
     c->frames[f].rank = rfi_cache_rank(s, f);
@@ -6911,6 +6952,7 @@ static rf_result rfi_cache_describe(rfi_store *s, rf_error *err) {
     rfi_cache *c = &s->cache;
     uint32_t n_ops = 0;
     int fit = 1;
+    c->n_sets = rfi_group_size(s->device);
     for (uint32_t i = 0; i < s->plan.n_ops; i++) n_ops += s->plan.ops[i].kind == RF_OP_EXPERTS;
     if (n_ops == 0) return RF_OK;
     c->layers = (rfi_expert_layer *)rfi_alloc(rfi_gguf_allocator(s->g), n_ops, sizeof *c->layers, "expert layers", err);
@@ -6919,15 +6961,21 @@ static rf_result rfi_cache_describe(rfi_store *s, rf_error *err) {
         if (op->kind != RF_OP_EXPERTS) continue;
         if (c->n_layers == 0 || c->layers[c->n_layers - 1].layer != (uint32_t)op->layer) {
             rfi_expert_layer *l = &c->layers[c->n_layers++];
-            *l = (rfi_expert_layer){
-                .layer = (uint32_t)op->layer, .n_experts = op->experts.n_experts, .first = c->n_experts};
+            *l = (rfi_expert_layer){.layer = (uint32_t)op->layer, .n_experts = op->experts.n_experts,
+                                    .first = c->n_experts, .weight = op->weight};
             c->n_experts += op->experts.n_experts;
-            if (c->n_frames_min < op->experts.n_experts) c->n_frames_min = op->experts.n_experts;
         }
         fit &= rfi_expert_layer_add(s, op);
     }
-    for (const rfi_expert_layer *l = c->layers; l < c->layers + c->n_layers; l++)
+    for (const rfi_expert_layer *l = c->layers; l < c->layers + c->n_layers; l++) {
+        uint32_t n[RF_MAX_MEMBERS] = {0};
         c->frame_bytes = rfi_max_u64(c->frame_bytes, l->bytes_of_expert);
+        for (uint32_t e = 0; e < l->n_experts; e++) n[rfi_expert_set(s, l, e)]++;
+        for (uint32_t m = 0; m < c->n_sets; m++) {
+            c->sets[m].n_experts += n[m];
+            if (c->sets[m].n_min < n[m]) c->sets[m].n_min = n[m];
+        }
+    }
     if (!fit) c->n_layers = 0;
     c->unit = 1;
     return RF_OK;
@@ -6988,8 +7036,7 @@ static uint32_t rfi_layer_weights(const rf_plan *plan, uint32_t *at, uint32_t *o
 
 #define RFI_MEMBERS RF_MAX_MEMBERS /* of a group, each with a place of its own */
 
-static uint32_t rfi_group_size(const rf_device *d); /* 1, or the members of a group */
-static int rfi_device_shards(const rf_device *d);   /* whether its members have parts of weights */
+static int rfi_device_shards(const rf_device *d); /* whether its members have parts of weights */
 /* The members' parts of a budget, as the memory is that is free now; one that is no GPU beside GPUs has no limit. */
 static void rfi_group_split(const rf_device *d, uint64_t bytes, uint64_t *part);
 
@@ -7082,17 +7129,44 @@ static int rfi_placement_keeps(const rfi_store *s, const rfi_placement *p, uint3
     return keep && (s->stored[weight].wide || w->layer == plan->ops[plan->n_ops - 1].layer);
 }
 
+/* The part of n that falls to a set by its experts, rounded down. */
+static uint64_t rfi_set_part(const rfi_cache *c, const rfi_frame_set *set, uint64_t n) {
+    return n / c->n_experts * set->n_experts + n % c->n_experts * set->n_experts / c->n_experts;
+}
+
+/* The smallest cache of which each set's part is enough for a layer. */
+static uint64_t rfi_cache_min_bytes(const rfi_cache *c) {
+    uint64_t min = 0;
+    for (const rfi_frame_set *set = c->sets; set < c->sets + c->n_sets; set++) {
+        const uint64_t bytes = set->n_min * c->frame_bytes, n = set->n_experts;
+        if (n) min = rfi_max_u64(min, bytes / n * c->n_experts + (bytes % n * c->n_experts + n - 1) / n);
+    }
+    return min;
+}
+
+static uint64_t rfi_placement_cache_bytes(const rfi_store *s, const rfi_placement *p) {
+    uint64_t n = 0;
+    for (uint32_t m = 0; m < s->cache.n_sets; m++) n += p->n_frames[m];
+    return n * s->cache.frame_bytes;
+}
+
 /* All weights but experts are resident, and what they leave is frames. 0: too few for a layer. */
 static int rfi_placement_caches(const rfi_store *s, rfi_room *room, rfi_placement *p) {
     const rfi_cache *c = &s->cache;
+    const uint64_t max = s->desc.expert_cache_bytes;
+    uint32_t n_frames[RF_MAX_MEMBERS] = {0};
     rfi_room_fill(s, p, 0, room);
     if (c->n_layers == 0 || !rfi_room_holds(room)) return 0;
-    uint64_t bytes = rfi_room_left(room, UINT32_MAX), n;
-    if (s->desc.expert_cache_bytes) bytes = rfi_min_u64(bytes, s->desc.expert_cache_bytes);
-    n = rfi_min_u64(bytes / c->frame_bytes, c->n_experts);
-    if (n < c->n_frames_min) return 0;
-    p->n_frames = (uint32_t)n;
-    p->resident_bytes = rfi_room_used(room) + room->n * n * c->frame_bytes;
+    for (uint32_t m = 0; m < c->n_sets; m++) {
+        const rfi_frame_set *set = &c->sets[m];
+        uint64_t bytes = room->limit[m] - room->used[m];
+        if (max) bytes = rfi_min_u64(bytes, rfi_set_part(c, set, max));
+        n_frames[m] = (uint32_t)rfi_min_u64(bytes / c->frame_bytes, set->n_experts);
+        if (n_frames[m] < set->n_min) return 0;
+        room->used[m] += n_frames[m] * c->frame_bytes;
+    }
+    memcpy(p->n_frames, n_frames, sizeof n_frames);
+    p->resident_bytes = rfi_room_used(room);
     return 1;
 }
 
@@ -7135,8 +7209,8 @@ static rf_result rfi_placement_choose(const rfi_store *s, uint64_t limit, rfi_pl
     rfi_room_fill(s, p, 1, &room);
     p->resident_bytes = rfi_room_used(&room);
     p->ring_bytes = 0;
-    p->n_frames = 0;
-    const uint64_t max = s->desc.expert_cache_bytes, layer = s->cache.n_frames_min * s->cache.frame_bytes;
+    memset(p->n_frames, 0, sizeof p->n_frames);
+    const uint64_t max = s->desc.expert_cache_bytes, layer = rfi_cache_min_bytes(&s->cache);
     const uint64_t others = s->device_bytes_needed - s->cache.expert_bytes;
     const int capped = max && s->cache.n_layers && s->cache.expert_bytes > max, all = rfi_room_holds(&room);
     if (all && !capped) return RF_OK;
@@ -7155,7 +7229,7 @@ static uint64_t rfi_placement_bytes(const rfi_store *s, const rfi_placement *p) 
 /* Put the store's placement into effect; nothing is loaded. */
 static void rfi_placement_apply(rfi_store *s) { /* device.monitor held, no call active */
     const rfi_placement *p = &s->share.placement;
-    const uint64_t cache_bytes = p->n_frames * s->cache.frame_bytes;
+    const uint64_t cache_bytes = rfi_placement_cache_bytes(s, p);
     rfi_stream *q = &s->stream;
     rfi_monitor_lock(&s->monitor);
     s->n_resident = s->n_lent = 0;
@@ -7165,11 +7239,10 @@ static void rfi_placement_apply(rfi_store *s) { /* device.monitor held, no call 
         t->lent_load = 0;
         s->n_lent += t->lent;
         t->streamed = rfi_tensor_expert(s, t) >= p->n_kept[t->weight];
-        t->cached = p->n_frames && rfi_tensor_stored(s, t)->expert_layer;
+        t->cached = cache_bytes && rfi_tensor_stored(s, t)->expert_layer;
         s->n_resident += (uint32_t)rfi_is_resident(t);
     }
     rfi_cache_reset(&s->cache, p->n_frames);
-    s->cache.slab = (rfi_slab){.size_bytes = cache_bytes};
     q->n_uses = 0;
     for (uint32_t at = 0; at < s->plan.n_ops && p->ring_bytes;) {
         uint32_t n = rfi_layer_weights(&s->plan, &at, p->weights);
@@ -7210,7 +7283,7 @@ static uint32_t rfi_store_clear(rfi_store *s, int idle) {
     rfi_cache_drop_evicted(s);
     for (uint32_t i = 0; i < s->memory.n_slabs; i++) rfi_slab_release(s, &s->memory.slabs[i]);
     rfi_slab_release(s, &s->stream.ring);
-    rfi_slab_release(s, &s->cache.slab);
+    for (uint32_t m = 0; m < s->cache.n_sets; m++) rfi_slab_release(s, &s->cache.sets[m].slab);
     if (s->loader.n_jobs == 0 && s->loader.n_running == 0) rfi_staging_release(s);
     if (left == 0) rfi_slab_release(s, &s->memory.scratch);
     rfi_monitor_unlock(&s->monitor);
@@ -7306,7 +7379,7 @@ static rf_result rfi_store_forecast(const rfi_store *s, rf_forecast *out, rf_err
     for (uint32_t i = 0; r == RF_OK && i < s->plan.n_weights; i++)
         out->streamed_bytes += (rf_plan_weight_matrices(&s->plan.weights[i]) - p.n_kept[i]) * s->stored[i].bytes;
     out->weight_bytes = rfi_placement_bytes(s, &p);
-    out->expert_cache_bytes = p.n_frames * s->cache.frame_bytes;
+    out->expert_cache_bytes = rfi_placement_cache_bytes(s, &p);
     for (int i = 0; i < 2; i++) rfi_free(alloc, placements[i].n_kept), rfi_free(alloc, placements[i].weights);
     return r;
 }
@@ -7326,14 +7399,6 @@ static void rfi_store_unprepare(rfi_store *s) {
     c->score = NULL;
 }
 
-/* The place that a slot's weight is loaded to first: a member of a group, else 0. */
-static uint32_t rfi_slot_place(const rfi_store *s, uint32_t slot) {
-    const uint32_t places = rfi_tensor_place(s, &s->tensors[slot]);
-    uint32_t m = 0;
-    while (places && !(places >> m & 1)) m++;
-    return m;
-}
-
 /* Slots in the order of the load policy. RF_LOAD_CRITICAL_FIRST: those of embedding and output, then the layers'. The
  * members of a group take turns by bytes, so that all of them are loaded at once, each over its own link. */
 static void rfi_store_order(rfi_store *s) {
@@ -7342,7 +7407,7 @@ static void rfi_store_order(rfi_store *s) {
     uint64_t at[RFI_MEMBERS] = {0};                            /* pass * n_slots + slot */
     uint32_t left[RFI_MEMBERS] = {0};                          /* slots */
     for (uint32_t slot = 0; slot < n_slots; slot++) {
-        const uint32_t m = rfi_slot_place(s, slot);
+        const uint32_t m = rfi_place_member(rfi_tensor_place(s, &s->tensors[slot]));
         all[m] += (double)rfi_tensor_stored(s, &s->tensors[slot])->bytes;
         left[m]++;
     }
@@ -7355,7 +7420,7 @@ static void rfi_store_order(rfi_store *s) {
             const int32_t layer = rfi_tensor_weight(s, &s->tensors[slot])->layer;
             const int in_layer = layer >= 0 && layer < (int32_t)s->plan.n_layers;
             const int later = in_layer || s->desc.load_policy != RF_LOAD_CRITICAL_FIRST;
-            found = rfi_slot_place(s, slot) == m && later == (int)(at[m] / n_slots);
+            found = rfi_place_member(rfi_tensor_place(s, &s->tensors[slot])) == m && later == (int)(at[m] / n_slots);
             if (found) s->order[n] = slot;
         }
         ordered[m] += (double)rfi_tensor_stored(s, &s->tensors[s->order[n]])->bytes;

@@ -76,7 +76,7 @@ static void check_whole(rf_model *m, const char *when) {
     }
     for (uint32_t e = 0; c->n_frames && e < c->n_experts; e++)
         CHECK(c->frame_of[e] == RF_NONE || c->layers[c->frames[c->frame_of[e]].expert_layer].first + c->frames[c->frame_of[e]].expert == e, "%s: expert %u", when, e);
-    CHECK(used == 0 && (c->n_frames == 0 || c->n_free == c->n_frames) && !c->eval_waits, "%s: %u uses are left, %u of %u frames are free", when, used, c->n_free, c->n_frames);
+    CHECK(used == 0 && (c->n_frames == 0 || c->sets[0].n_free == c->n_frames) && !c->eval_waits, "%s: %u uses are left, %u of %u frames are free", when, used, c->sets[0].n_free, c->n_frames);
     for (uint32_t slot = 0; slot < m->store->n_tensors; slot++)
         CHECK(atomic_load(&m->store->tensors[slot].cell.word) / RFI_PIN == 0, "%s: slot %u is pinned", when, slot);
     pthread_mutex_unlock(&m->store->monitor.mutex);
@@ -563,7 +563,7 @@ static void test_held(void) {
         for (uint32_t e = 0; e < N_EXPERTS; e++) REQUIRE(rfi_store_pin(s, rfi_expert_slot(layer, 0, e), cancels, &r.err) == RF_OK, "%s", r.err.text);
         uint64_t offset = s->tensors[rfi_expert_slot(layer, 0, 5)].offset;
         worker w = {.m = r.m, .mode = COPIED, .rounds = 2, .seed = 1};
-        uint32_t more[N_EXPERTS], n_left = s->cache.n_free, some[N_EXPERTS] = {0};
+        uint32_t more[N_EXPERTS], n_left = s->cache.sets[0].n_free, some[N_EXPERTS] = {0};
         REQUIRE(n_left < N_EXPERTS, "%u are left", n_left);
         for (uint32_t e = 0; e + 1 < n_left; e++) some[e] = 1; /* one is left: no step can run */
         if (n_left > 1) REQUIRE(rfi_cache_acquire(s, layer + 1, some, 1, cancels, more, &r.err) == RF_OK, "%s", r.err.text);

@@ -1,5 +1,5 @@
-/* test_group.c: several devices as one. By tensors: close to one device, the same bits in every run, refusals by name,
- * failing calls, and the steps after them. By layers ("hip:0,1"): the same bits as on one device for prompts, decoded tokens,
+/* test_group.c: several devices as one. By tensors: close to one device, the same bits in every run, mixtures of experts,
+ * budgets, refusals by name, failing calls, and the steps after them. By layers ("hip:0,1"): the same bits as on one device for prompts, decoded tokens,
  * sequences that are cut, copied, saved and restored, embeddings and schedulers, within budgets too; members of uneven
  * memory; copies between GPUs that are refused, wrong or hang; and each call of each member failing. On CPU and null
  * devices, on emulated GPUs (hip_group), and with RF_TEST_GPUS on two real ones. */
@@ -272,6 +272,66 @@ static void test_tensors(void) {
 #endif
 
 #ifdef RF_TEST_EMU
+/* Mixtures: with shared experts and a dense layer, with biases, of more choices than a member has experts, and of one
+ * choice, so that most members have none of a row's experts. */
+static const mg_options mixtures[] = {
+    {.arch = "qwen3moe", .type = MG_F32, .n_heads = 8, .n_kv_heads = 4, .n_experts = 6, .n_used = 4, .n_ff_expert = 32, .seed = 9},
+    {.arch = "glm4moe", .type = MG_F16, .n_layers = 3, .n_heads = 8, .n_kv_heads = 4, .n_dense = 1, .n_ff = 160, .n_experts = 5, .n_ff_expert = 64, .n_shared = 2, .bias_choice = 1, .seed = 9},
+    {.arch = "gpt-oss", .type = MG_Q8_0, .n_heads = 8, .n_kv_heads = 4, .head_dim = 32, .n_experts = 8, .n_used = 4, .n_ff_expert = 64, .seed = 9},
+    {.arch = "glm4moe", .type = MG_Q4_0, .n_heads = 4, .n_kv_heads = 4, .head_dim = 32, .n_dense = 1, .n_ff = 128, .n_experts = 7, .n_used = 3, .n_ff_expert = 64, .n_shared = 4, .seed = 5},
+    {.arch = "qwen3moe", .type = MG_Q8_0, .n_heads = 4, .n_kv_heads = 4, .head_dim = 32, .n_experts = 4, .n_used = 1, .n_ff_expert = 64, .seed = 7}};
+
+static void test_tensors_experts(void) {
+    static const char *const names[] = {"tensors hip:0,2", "tensors hip:3,0,2", "tensors hip:0,1,2,3"};
+    static speech want, got, again;
+    rf_error err;
+    for (size_t i = 0; i < RFT_COUNT(mixtures); i++) {
+        const double limit = i < 2 ? 1e-4 : 2e-2;
+        mg_buf file = {0};
+        mg_llama(&file, &mixtures[i]);
+        say(NULL, &file, "hip:0", &want);
+        for (size_t k = 0; k < RFT_COUNT(names); k++) {
+            CHECK(speak_on(NULL, &file, names[k], NULL, &got, &err) == RF_OK, "%s, mixture %zu: %s", names[k], i, err.text);
+            CHECK(close_to(&want, &got) < limit, "%s, mixture %zu: off by %g", names[k], i, close_to(&want, &got));
+            CHECK(speak_on(NULL, &file, names[k], NULL, &again, &err) == RF_OK, "%s: %s", names[k], err.text);
+            CHECK(memcmp(&again, &got, sizeof got) == 0, "%s, mixture %zu: other bits in another run", names[k], i);
+        }
+        mg_free(&file);
+    }
+}
+
+/* Each member's budget holds its own experts, or a cache of them, or they go through its ring: the same bits. */
+static void test_tensors_experts_within(void) {
+    static const struct { uint32_t tenths; int cached, streamed; } budgets[] = {{20, 0, 0}, {14, 0, 0}, {7, 1, 0}, {5, 0, 1}};
+    static const rf_device_desc dd = {.split = RF_SPLIT_TENSORS};
+    static speech want, got;
+    mg_buf file = {0};
+    rf_error err;
+    mg_llama(&file, &(mg_options){.arch = "qwen3moe", .type = MG_Q8_0, .n_layers = 4, .n_heads = 4, .n_kv_heads = 4, .head_dim = 32, .n_experts = 12, .n_used = 2, .n_ff_expert = 64, .seed = 9});
+    CHECK(speak_on(NULL, &file, "tensors hip:0,2", NULL, &want, &err) == RF_OK, "%s", err.text);
+    for (size_t k = 0; k < RFT_COUNT(budgets); k++) {
+        rig r;
+        rf_forecast f = {0};
+        const rf_model_desc md = {.budget_bytes = file.n * budgets[k].tenths / 10, .n_readers = 2};
+        REQUIRE(rig_open(&r, &(rig_how){.file = &file, .device = "hip:0,2", .device_desc = &dd, .model = &md, .session = &session}));
+        CHECK(rf_model_forecast(r.m, &session, &f, &r.err) == RF_OK, "%s", r.err.text);
+        CHECK(speak(&r, &got) == RF_OK, "%u tenths: %s", budgets[k].tenths, r.err.text);
+        CHECK(memcmp(&want, &got, sizeof want) == 0, "%u tenths: other bits", budgets[k].tenths);
+        CHECK((f.expert_cache_bytes > 0) == budgets[k].cached && (f.streamed_bytes > 0) == budgets[k].streamed, "%u tenths: %llu in the cache, %llu streamed",
+              budgets[k].tenths, (unsigned long long)f.expert_cache_bytes, (unsigned long long)f.streamed_bytes);
+        const rf_expert_stats st = rf_model_get_expert_stats(r.m, 1);
+        CHECK(!budgets[k].cached || (st.misses > 6 && st.hits > 0 && rf_model_get_loading_stats(r.m).evictions > 0), "%llu hits, %llu misses", (unsigned long long)st.hits, (unsigned long long)st.misses);
+        rig_close(&r);
+    }
+    const rf_model_desc cpu = {.budget_bytes = file.n, .expert_cpu_below = 8};
+    CHECK(speak_on(NULL, &file, "tensors hip:0,2", &cpu, &got, &err) == RF_OK, "%s", err.text);
+    CHECK(close_to(&want, &got) < 2e-2, "experts on the CPU: off by %g", close_to(&want, &got));
+    hip_emu_memory(2, (size_t)4 << 30); /* its third of the budget is too little for its half of the experts */
+    CHECK(speak_on(NULL, &file, "tensors hip:0,2", &(rf_model_desc){.budget_bytes = file.n * 14 / 10}, &got, &err) == RF_OK && memcmp(&want, &got, sizeof want) == 0, "uneven memory: %s", err.text);
+    for (int i = 0; i < 4; i++) hip_emu_memory(i, (size_t)8 << 30);
+    mg_free(&file);
+}
+
 /* By tensors, weights that go through the ring. */
 static void test_tensors_streamed(void) {
     static speech want, got;
@@ -309,7 +369,8 @@ static void test_tensors_uneven(void) {
 /* What cannot be split says so when it is opened, by name. */
 static void test_tensors_refused(void) {
     static const char *const wrong[][3] = {
-        {"tests/family/mixtral.gguf", "hip:0,2", "mixtures of experts are not split yet"},
+        {"tests/family/mixtral.gguf", "hip:0,2,3", "fewer KV heads or columns than devices"},
+        {"tests/family/qwen35moe.gguf", "hip:0,2", "ops of this kind are not split yet"},
         {"tests/family/deepseek2-lite.gguf", "hip:0,2", "cannot be split by tensors"},
         {"tests/family/gemma4.gguf", "hip:0,1,2,3", "cannot be split by tensors"},
         {"examples/shakespeare-5m.gguf", "hip:0,2", "attn_output.weight) cannot be split by tensors: its rows would be cut within blocks"},
@@ -401,12 +462,12 @@ static void test_uneven(void) {
 }
 
 /* Calls of the runtime fail, one in each run: an error that names a member, other bits never, and nothing is left. */
-static void failing_calls(const char *group, uint32_t n_runs) {
+static void failing_calls(const char *group, const mg_options *model, uint32_t n_runs) {
     static speech want, got;
     mg_buf file = {0};
     rf_error err;
     uint32_t noticed = 0, n = 0;
-    mg_llama(&file, &(mg_options){.type = MG_Q4_0, .n_layers = 2, .n_ff = 128, .seed = 12});
+    mg_llama(&file, model);
     hip_emu_counts before = hip_emu_get_counts();
     CHECK(speak_on(NULL, &file, group, NULL, &want, &err) == RF_OK, "%s", err.text);
     const uint64_t n_calls = hip_emu_get_counts().calls - before.calls;
@@ -430,13 +491,13 @@ static void failing_calls(const char *group, uint32_t n_runs) {
 }
 
 /* After a call that fails in a step the same session goes on with the right bits. */
-static void tensors_go_on(uint32_t n_runs) {
+static void tensors_go_on(const mg_options *model, uint32_t n_runs) {
     static speech want, got;
     static const rf_device_desc dd = {.split = RF_SPLIT_TENSORS};
     mg_buf file = {0};
     rig r;
     uint32_t noticed = 0, n = 0;
-    mg_llama(&file, &(mg_options){.type = MG_Q4_0, .n_layers = 2, .n_ff = 128, .seed = 12});
+    mg_llama(&file, model);
     REQUIRE(rig_open(&r, &(rig_how){.file = &file, .device = "hip:0,2", .device_desc = &dd, .session = &session}));
     CHECK(speak(&r, &want) == RF_OK, "%s", r.err.text);
     const uint64_t before = hip_emu_get_counts().calls;
@@ -455,12 +516,13 @@ static void tensors_go_on(uint32_t n_runs) {
     rig_close(&r);
     mg_free(&file);
 }
-static void test_tensors_go_on(void) { tensors_go_on(12); }
-static void test_tensors_go_on_more(void) { tensors_go_on(150); }
-static void test_failing_calls(void) { failing_calls("hip:0,2", 12); }
-static void test_failing_more(void) { failing_calls("hip:0,2", 150); }
-static void test_tensors_failing(void) { failing_calls("tensors hip:0,2", 12); }
-static void test_tensors_failing_more(void) { failing_calls("tensors hip:0,2", 150); }
+static const mg_options dense = {.type = MG_Q4_0, .n_layers = 2, .n_ff = 128, .seed = 12};
+static void test_tensors_go_on(void) { tensors_go_on(&dense, 12), tensors_go_on(&mixtures[3], 6); }
+static void test_tensors_go_on_more(void) { tensors_go_on(&dense, 150), tensors_go_on(&mixtures[3], 150); }
+static void test_failing_calls(void) { failing_calls("hip:0,2", &dense, 12); }
+static void test_failing_more(void) { failing_calls("hip:0,2", &dense, 150); }
+static void test_tensors_failing(void) { failing_calls("tensors hip:0,2", &dense, 12), failing_calls("tensors hip:0,2", &mixtures[3], 8); }
+static void test_tensors_failing_more(void) { failing_calls("tensors hip:0,2", &dense, 150), failing_calls("tensors hip:0,2", &mixtures[3], 150); }
 #endif
 
 int main(int argc, char **argv) {
@@ -468,6 +530,8 @@ int main(int argc, char **argv) {
 #ifdef RF_TEST_EMU
     hip_emu_devices(4, 0);
     RUN(test_tensors);
+    RUN(test_tensors_experts);
+    RUN(test_tensors_experts_within);
     RUN(test_tensors_streamed);
     RUN(test_tensors_uneven);
     RUN(test_tensors_refused);
