@@ -432,12 +432,13 @@ typedef struct rf_device_info {
 } rf_device_info;
 
 /* How several devices share a model. By tensors (RF_SPLIT_TENSORS) every GPU computes a part of every layer: heads of
- * attention and columns of the FFN, of which it holds the weights and the KV cache; the embedding is on all of them,
- * the output matrix on the first. Two sums over all GPUs a layer join the parts, so that a token takes less time, too:
- * by a kernel on each that writes into the others' memory. For GPUs with peer access, and dense models of attention and
- * FFNs without fused tensors; others are refused by name when the model is opened. Results are those of one device but
- * for rounding, with the same bits in every run. If a GPU waits for another in vain, some 20 seconds, that is an error
- * that names both; the device is lost then. */
+ * attention, columns of the FFN, and of a mixture of experts a range of the experts, shared ones by columns. It holds
+ * the weights and the KV cache of that; embedding and routers are on all of them, the output matrix on the first. Two
+ * sums over all GPUs a layer join the parts, so that a token takes less time, too: by a kernel on each that writes into
+ * the others' memory. For GPUs with peer access, and models of attention and FFNs, dense or of experts, without
+ * fused tensors for attention; others are refused by name when the model is opened. Results are those of one
+ * device but for rounding, with the same bits in every run. If a GPU waits for another in vain, some 20 seconds, that
+ * is an error that names both; the device is lost then. */
 typedef enum rf_split { RF_SPLIT_LAYERS = 0, RF_SPLIT_TENSORS = 1 } rf_split;
 
 typedef struct rf_device_desc {

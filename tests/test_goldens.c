@@ -43,6 +43,10 @@ static const char *const families[] = {
     "glm4moe-mtp", "deepseek2-mtp", "mimo2-mtp", "step35-mtp", "qwen3next-mtp",
     "nemotron-h-moe-mtp"};
 
+/* What is split by tensors over two GPUs: experts with shared ones, of all layers or some, beside dense FFNs; dense. */
+static const char *const by_tensors[] = {"qwen2moe", "glm4moe-mtp", "llama4", "arctic", "grok", "cohere2moe", "grovemoe",
+                                         "maple", "smallthinker", "mixtral", "cohere2", "exaone"};
+
 static const char *const encoders[] = {"bert", "jina-bert-v2", "nomic-bert-moe", "gemma-embedding", "t5encoder",
                                        "nomic-bert", "jina-bert-v3", "modern-bert", "modern-bert-silu"};
 
@@ -65,6 +69,7 @@ typedef struct running {
 
 static const char *current;
 static rf_device_info device;
+static uint32_t split; /* of the device */
 static double tolerance; /* of the model that is tested, on the device */
 
 /* "WORD 1 2 3": the numbers of a line; 0 if it does not start with WORD */
@@ -98,7 +103,7 @@ static void end(running *r) {
 static rf_result begin(running *r, const char *path, const char *device_name, rf_error *err) {
     const rf_session_desc desc = {.n_ctx = 64, .n_logits_max = MAX_TOKENS, .cache_type = RF_CACHE_F32};
     rf_result code = rf_gguf_open(path, NULL, &r->file, err);
-    if (!code) code = rf_device_open(device_name, NULL, &r->device, err);
+    if (!code) code = rf_device_open(device_name, &(rf_device_desc){.split = split}, &r->device, err);
     if (!code) code = rf_model_open(r->file, r->device, NULL, &r->model, err);
     if (!code) code = rf_session_open(r->model, &desc, &r->session, err);
     return code;
@@ -594,6 +599,14 @@ int main(int argc, char **argv) {
             snprintf(name, sizeof name, "%s quantized %s", device.name, current);
             if (i < N_FAMILIES) rft_run(name, test_quantized, slow);
         }
+    }
+    split = RF_SPLIT_TENSORS;
+    for (size_t i = 0; n_gpus > 1 && i < sizeof by_tensors / sizeof *by_tensors; i++) {
+        char name[128];
+        current = by_tensors[i];
+        snprintf(device.name, sizeof device.name, "%.12s,%.12s", devices[0].name, strchr(devices[1].name, ':') + 1);
+        snprintf(name, sizeof name, "%s by tensors %s", device.name, current);
+        rft_run(name, test_golden, i % 3 != 0);
     }
     RFT_END();
 }
