@@ -6842,7 +6842,8 @@ static int rfi_cache_prefetch(rfi_store *s) { /* locked, yields */
     const rf_device_api *api = s->device->api;
     int room = 0;
     for (uint32_t m = 0; m < c->n_sets; m++) room |= c->sets[m].n_empty && c->sets[m].n_free;
-    if (!s->desc.expert_prefetch || !c->prefetching || c->n_frames == 0 || !room || s->loader.n_jobs || s->stream.paused || s->loader.quit || c->reader_waits || !rfi_store_residents_loaded(s))
+    if (!s->desc.expert_prefetch || !c->prefetching || c->n_frames == 0 || !room || s->loader.n_jobs ||
+        s->stream.paused || s->loader.quit || c->reader_waits || !rfi_store_residents_loaded(s))
         return 0;
     rf_ticket newest = s->loader.newest_copy;
     if (!api->ticket_done(&newest)) { /* one reader waits for it, and looks again for what has come meanwhile */
@@ -15891,7 +15892,8 @@ static void rfi_cpu_experts(void *ctx, uint32_t chunk, uint32_t thread) {
             float *out = o->out + pair / par->n_used * o->out_width;
             out += (uint64_t)(pair % par->n_used) * par->n_out + row0;
             if (o->vector2 && own) o->k->scale(y + (uint64_t)j * n_rows, n_rows, o->vector2[e]);
-            if (o->vector && own) o->k->add(y + (uint64_t)j * n_rows, o->vector + (uint64_t)e * par->n_out + row0, n_rows);
+            if (o->vector && own)
+                o->k->add(y + (uint64_t)j * n_rows, o->vector + (uint64_t)e * par->n_out + row0, n_rows);
             memcpy(out, y + (uint64_t)j * n_rows, n_rows * sizeof *out);
         }
     }
@@ -17398,16 +17400,16 @@ static void rfi_group_cut(const rfi_group *g, const rf_plan *plan, uint32_t *cut
 /* ---- by tensors: shards ----
  * A walk over the ops says which buffers are split: queries, keys, values and what attention makes of them by KV heads
  * (with the query heads that share one), what a GLU reads and makes by columns, what experts read and make by experts.
- * Products of whole inputs with split outputs have some rows of their weights on each member, those of split inputs some
- * columns: their results are partial sums, as is a MIX of a member's own experts. Partial sums for one buffer are added
- * up on each member, and one SUM follows before the buffer is used. All else is done by every member, what is about
- * logits by the first one alone. */
+ * Products of whole inputs with split outputs have some rows of their weights on each member, those of split inputs
+ * some columns: their results are partial sums, as is a MIX of a member's own experts. Partial sums for one buffer are
+ * added up on each member, and one SUM follows before the buffer is used. All else is done by every member, what is
+ * about logits by the first one alone. */
 
 enum {
     RFI_WHOLE,
     RFI_HEADS,
     RFI_COLUMNS,
-    RFI_CHOICES, /* wide as on one device, but only the results of own experts are there: the others' are 0 at the end */
+    RFI_CHOICES, /* as wide as on one device; other members' experts give 0 in the end, what is before is of no use */
     RFI_PARTS    /* each member has a part of a sum */
 };
 
@@ -17430,7 +17432,7 @@ static int rfi_shard_kind(const rf_plan *plan, uint32_t buffer) {
         if (op->kind == RF_OP_KV_STORE && (op->in == buffer || op->in2 == buffer)) return RFI_HEADS;
         if (op->kind == RF_OP_EXPERTS && (op->out == buffer || (op->in == buffer && op->flags & RF_OP_PER_CHOICE)))
             return RFI_CHOICES;
-        if (op->kind == RF_OP_MIX && op->in == buffer && op->flags & RF_OP_SIGMOID) return RFI_PARTS; /* shared experts */
+        if (op->kind == RF_OP_MIX && op->in == buffer && op->flags & RF_OP_SIGMOID) return RFI_PARTS; /* shared ones */
         if (op->kind != RF_OP_GLU) continue;
         if (op->in == buffer) return RFI_COLUMNS;
         if ((op->in2 == buffer || op->out == buffer) && rfi_shard_kind(plan, op->in) == RFI_COLUMNS) return RFI_COLUMNS;
@@ -17546,7 +17548,8 @@ static const char *rfi_shard_why_mixture(const rfi_sharing *s, const rf_op *op) 
         if (op->experts.n_experts < s->n) return "fewer experts than devices";
         return op->experts.n_experts != s->plan->weights[op->weight].n_experts || in2 != RFI_WHOLE ||
                        in != (op->flags & RF_OP_PER_CHOICE ? RFI_CHOICES : RFI_WHOLE) ? "experts of split inputs" : NULL;
-    case RF_OP_GLU: return out != RFI_CHOICES || (in2 != RFI_WHOLE && in2 != RFI_CHOICES) ? "parts of a mixture" : NULL;
+    case RF_OP_GLU:
+        return out != RFI_CHOICES || (in2 != RFI_WHOLE && in2 != RFI_CHOICES) ? "parts of a mixture" : NULL;
     default: /* MIX */
         if (in == RFI_WHOLE && in2 == RFI_WHOLE && out == RFI_WHOLE) return NULL;
         return !joins || in2 != RFI_WHOLE || out != RFI_WHOLE || op->mix.n_out ? "a sum of split inputs" : NULL;

@@ -11903,7 +11903,8 @@ static int rfk_match_mixture(const rf_prepared *p, uint32_t i, uint32_t end, rfk
         e[-1].factor == RF_NONE && e[-1].route.n_experts <= RFK_CHOOSE_FROM)
         up->choice = i - 1;
     int ok = e->rows == RF_ROWS_TOKENS && e[0].flags == 0 && e[1].flags == 0 && e[1].in == e->in &&
-             e[1].in2 == e->in2 && rfk_same_own(e, &e[1]) && rfk_same_own(e, d) && e[1].experts.n_out == n && e[1].experts.n_in == e->experts.n_in &&
+             e[1].in2 == e->in2 && rfk_same_own(e, &e[1]) && rfk_same_own(e, d) &&
+             e[1].experts.n_out == n && e[1].experts.n_in == e->experts.n_in &&
              rfk_mixture_type(plan, &e[1]) == type && !rfk_is_float_type(type) && e->in != e->out &&
              e->in != e[1].out && e->experts.n_in % rfk_mixture_values(type) == 0 &&
              n % rfk_mixture_values(rfk_mixture_type(plan, d)) == 0 &&
