@@ -17547,7 +17547,8 @@ static const char *rfi_shard_why_mixture(const rfi_sharing *s, const rf_op *op) 
     case RF_OP_EXPERTS:
         if (op->experts.n_experts < s->n) return "fewer experts than devices";
         return op->experts.n_experts != s->plan->weights[op->weight].n_experts || in2 != RFI_WHOLE ||
-                       in != (op->flags & RF_OP_PER_CHOICE ? RFI_CHOICES : RFI_WHOLE) ? "experts of split inputs" : NULL;
+                       in != (op->flags & RF_OP_PER_CHOICE ? RFI_CHOICES : RFI_WHOLE)
+                   ? "experts of split inputs" : NULL;
     case RF_OP_GLU:
         return out != RFI_CHOICES || (in2 != RFI_WHOLE && in2 != RFI_CHOICES) ? "parts of a mixture" : NULL;
     default: /* MIX */
