@@ -137,12 +137,15 @@ static void test_budgets(void) {
     mg_buf file = {0};
     static speech want, got;
     rf_error err;
-    const char *const mixtral = "tests/family/mixtral.gguf"; /* two layers of 6 experts, 27 KiB for those of one */
-    const rf_model_desc cpu = {.expert_cache_bytes = 40 << 10, .expert_cpu_below = 8};
-    same_case(mixtral, NULL, ones[0], groups[0], &(rf_model_desc){.expert_cache_bytes = 40 << 10});
-    CHECK(speak_on(mixtral, NULL, ones[0], NULL, &want, &err) == RF_OK, "%s", err.text);
-    CHECK(speak_on(mixtral, NULL, groups[0], &cpu, &got, &err) == RF_OK, "%s", err.text);
+    const rf_model_desc cached = {.expert_cache_bytes = 200 << 10}, /* of each member's 12 experts of two layers 7 or so */
+                        cpu = {.expert_cache_bytes = 200 << 10, .expert_cpu_below = 8};
+    mg_llama(&file, &(mg_options){.arch = "qwen3moe", .type = MG_Q8_0, .n_layers = 4, .n_experts = 6, .n_ff_expert = 64, .seed = 3});
+    same_case(NULL, &file, ones[0], groups[0], &cached);
+    CHECK(speak_on(NULL, &file, ones[0], NULL, &want, &err) == RF_OK, "%s", err.text);
+    CHECK(speak_on(NULL, &file, groups[0], &cpu, &got, &err) == RF_OK, "%s", err.text);
     CHECK(close_to(&want, &got) < 1e-2, "experts on the CPU: off by %g", close_to(&want, &got));
+    CHECK(speak_on(NULL, &file, groups[0], &(rf_model_desc){.expert_cache_bytes = 100 << 10}, &got, &err) == RF_ERR_MEMORY && strstr(err.text, "hold the experts of a layer"), "%s", err.text);
+    mg_free(&file);
     mg_llama(&file, &(mg_options){.type = MG_Q4_0, .n_layers = 8, .seed = 12});
     same_case(NULL, &file, ones[0], groups[0], &(rf_model_desc){.budget_bytes = file.n * 3 / 4, .n_readers = 2});
     mg_free(&file);
