@@ -2553,7 +2553,7 @@ typedef struct rf_session_stats {
                               0: not all are timed yet                                                      */
 } rf_session_stats;
 
-#define RF_DEVICE_API_VERSION 13u
+#define RF_DEVICE_API_VERSION 14u
 
 /* The table of a device. Every entry may be called from any thread and leaves the thread's current device as it was.
  * Failures return a code and fill err; a device that is gone for good says so in device_info.lost. Asynchronous work
