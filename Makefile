@@ -17,9 +17,9 @@ HEADERS  = rocmforge.h $(wildcard tests/*.h)
 PROGRAMS = $(filter-out rocmforge_server,$(notdir $(EXAMPLES)))
 # the emulated kernels need any C++11 compiler
 HAVE_CXX = $(shell command -v $(CXX))
-EMULATED = $(if $(HAVE_CXX),$(B)/test_hip $(B)/hip_model $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_mtp $(B)/hip_group $(B)/rocmforge_cli_emu)
+EMULATED = $(if $(HAVE_CXX),$(B)/test_hip $(B)/hip_model $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_mtp $(B)/hip_group $(B)/hip_ranks $(B)/rocmforge_cli_emu $(B)/ranks_emu)
 EMULATED_TESTS = $(filter-out %_emu,$(EMULATED))
-IN_PARTS = $(B)/test_hip $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_group
+IN_PARTS = $(B)/test_hip $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_group $(B)/hip_ranks
 
 # as many jobs as there are cores, unless -j says otherwise
 ifeq ($(MAKELEVEL),0)
@@ -169,9 +169,9 @@ $(B)/%: tests/%.c $(HEADERS) $(B)/rocmforge.a
 $(B)/test_fuzz: examples/rocmforge_cli.c
 
 # -O1: compiles in two thirds of the time of -O2 and runs nearly as fast
-$(B)/kernels_emu.o: rocmforge_kernels.hip rocmforge.h tests/hip_emu.h
+$(B)/kernels_emu.o: rocmforge_kernels.hip rocmforge.h tests/hip_emu.h tests/rccl_emu.h
 	@mkdir -p $(@D)
-	$(CXX) -std=c++11 $(CFLAGS) -O1 -x c++ -DROCMFORGE_HIP_EMU -include tests/hip_emu.h -c $< -o $@
+	$(CXX) -std=c++11 $(CFLAGS) -O1 -x c++ -DROCMFORGE_HIP_EMU -DROCMFORGE_RCCL -include tests/hip_emu.h -include tests/rccl_emu.h -c $< -o $@
 
 $(B)/test_hip: tests/test_hip.cpp $(B)/kernels_emu.o
 	$(CXX) -std=c++11 $(CFLAGS) -DRF_TEST_EMU $^ -o $@ $(LIBS)
@@ -184,10 +184,12 @@ $(B)/hip_recurrent: tests/test_recurrent.c
 $(B)/hip_mtp: tests/test_mtp.c
 $(B)/hip_mtp: OUTSIDE = $(INSIDE)
 $(B)/hip_group: tests/test_group.c
+$(B)/hip_ranks: tests/hip_ranks.c
 $(B)/hip_threads: tests/test_threads.c
 $(B)/rocmforge_cli_emu: examples/rocmforge_cli.c
+$(B)/ranks_emu: examples/ranks.c
 $(B)/fuzz_models: tests/fuzz_models.c examples/rocmforge_cli.c $(HEADERS)
-$(B)/hip_model $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_mtp $(B)/hip_group $(B)/hip_threads $(B)/rocmforge_cli_emu $(B)/fuzz_models: $(B)/kernels_emu.o $(B)/rocmforge.a
+$(B)/hip_model $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_mtp $(B)/hip_group $(B)/hip_ranks $(B)/hip_threads $(B)/rocmforge_cli_emu $(B)/ranks_emu $(B)/fuzz_models: $(B)/kernels_emu.o $(B)/rocmforge.a
 	$(CC) $(CFLAGS) -DRF_TEST_EMU $(OUTSIDE) -I. -c $(firstword $(filter %.c,$^)) -o $@.o
 	$(CXX) $(CFLAGS) $@.o $(filter %.o %.a,$^) -o $@ $(LIBS)
 

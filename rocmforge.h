@@ -40,6 +40,7 @@
  *   text from a prompt                 rf_generate: the program above
  *   a device or a model of your own    rf_gguf_open, rf_device_open, rf_model_open, rf_session_open; each has its close
  *   several GPUs                       rf_device_open("hip:0,1"), "hip:all", "hip:0,cpu"
+ *   a process a GPU, several hosts     rf_rank_id; rf_device_desc.ranks; examples/ranks.c
  *   chat                               rf_generate with messages (rf_chat); rocmforge_cli chat
  *   tools, thinking on or off          fields of rf_chat and rf_chat_message; rf_generate gives out thoughts and calls
  *   a template of your own             rf_chat_template_open
@@ -97,6 +98,7 @@
  *   ROCMFORGE_TYPES           implementation, kernels file: tensor types that get kernels, names of RF_TYPE_TABLE, e.g.
  *                             Q4_K,Q6_K,Q8_0,F16 (F32 is always in; default all): quicker to compile. nvcc wants
  *                             its commas escaped: '-DROCMFORGE_TYPES=Q4_K\,Q6_K'
+ *   ROCMFORGE_RCCL            kernels file: ranks, by RCCL (ROCm 5.6) or NCCL (2.14), or newer ones: rf_rank_id
  *   ROCMFORGE_NO_SIMD         implementation: portable C kernels only, slow to run, compiles in half the time
  *   ROCMFORGE_MALLOC/_FREE    implementation: default allocator, both or none (default malloc, free)
  *   ROCMFORGE_MAX_LAYERS ...  implementation: limits for files, named beside their checks
@@ -449,6 +451,10 @@ typedef struct rf_device_desc {
     uint64_t budget_bytes;  /* for the weights of all models on it; 0 = what is free on a GPU, no limit on the CPU. The
                                least recently used model gives way. */
     uint32_t split;         /* several devices: rf_split, by layers or by tensors */
+    uint32_t ranks, rank;   /* processes that share each model, and which of them this is; 0 or 1: it is alone. See
+                               rf_rank_id */
+    const uint8_t *rank_id; /* [RF_RANK_ID_BYTES], the same for all of them */
+    uint32_t rank_wait_ms;  /* for other ranks, at most; 0 = 120,000 */
     uint64_t fail_call;     /* null device: the n-th call fails (1 = the first); 0 = none */
     uint32_t fail_forever;  /* null device: so do all later ones                          */
     uint32_t fail_late;     /* null device: a weight_write fails at its ticket, not at once */
@@ -474,6 +480,37 @@ ROCMFORGE_API rf_result rf_device_list(rf_device_info *out, uint32_t capacity, u
  * RF_ERR_UNSUPPORTED (devices that do not split by tensors); RF_ERR_DEVICE; RF_ERR_MEMORY.
  * Memory: the CPU device keeps n_threads - 1 sleeping threads.   Threads any; the object may be shared. */
 ROCMFORGE_API rf_result rf_device_open(const char *name, const rf_device_desc *desc, rf_device **out, rf_error *err);
+
+/* Ranks: processes with a GPU each, on one host or several, run a model together. One of them makes an id; the program
+ * hands it to the others (MPI, a file, its own network), and each opens its GPU with it:
+ *
+ *     rf_device_desc dd = {.ranks = 2, .rank = i, .rank_id = id, .split = RF_SPLIT_TENSORS};
+ *     rf_device_open("hip:0", &dd, &device, &err);
+ *
+ * From then on a rank is to the others what a GPU of "hip:0,1" is to them, by layers or by tensors, with the same bits.
+ * Exchange is RCCL's, or NCCL's: compile rocmforge_kernels.hip with -DROCMFORGE_RCCL and link it (-lrccl, -lnccl).
+ *   All ranks   make the same calls that open and close devices, models and sessions, and that evaluate, copy, cut or
+ *               generate, in the same order, with the same arguments. So one thread of each makes them; seeds are the
+ *               same, callbacks answer alike, rf_drafter_desc.fixed is 1, and nobody cancels alone. Tokenizers,
+ *               samplers, logits are each rank's own.
+ *   All have    logits, argmax and what of hidden rows a session gives out: they are sent round at the end of a step,
+ *               by tensors from rank 0, by layers from the rank with the last one. So all sample the same tokens.
+ *   Each has    its part of weights and caches: budgets, statistics and free memory are its own. By layers it reads no
+ *               other weights of a mapped file, by tensors all of the file. rf_session_save is RF_ERR_UNSUPPORTED.
+ *   Sums        by tensors, on one host: kernels write into the other GPUs' memory, as those of one process do, if a
+ *               self-test with a time-out shows that they can. Else RCCL brings the parts, and they are added in the
+ *               same order: rf_device_info.note says so, and why.
+ *   Failures    a rank that is late for more than rank_wait_ms, ends, or leaves after an error of its own, is an error
+ *               of the others' call that waits for it, which names those it waits for; all have left then, and close
+ *               their devices. Other sizes of a session or other shapes, types or names of a model's tensors are
+ *               errors of rf_session_open on all ranks; other values in them, or other tokens, are not noticed.
+ *
+ *   id  out  [RF_RANK_ID_BYTES], for one opening of one device by each rank
+ * Returns RF_OK; RF_ERR_NOT_FOUND, the kernels file is not linked; RF_ERR_UNSUPPORTED, it was compiled without
+ * ROCMFORGE_RCCL; RF_ERR_DEVICE.   Memory: the communicator's on each GPU, until the device is closed.
+ * Threads any. */
+#define RF_RANK_ID_BYTES 128u
+ROCMFORGE_API rf_result rf_rank_id(uint8_t *id, rf_error *err);
 
 /* Close the device. NULL is fine.
  * Returns RF_OK; RF_ERR_BUSY, with the device still open, while a model uses it.   Threads any one. */
@@ -2415,6 +2452,13 @@ typedef struct rf_mem_at {
     uint64_t offset;
 } rf_mem_at;
 
+/* n bytes that a rank sends to another, or receives from it. */
+typedef struct rf_transfer {
+    rf_mem_at at;
+    uint64_t n;
+    uint32_t peer, is_send;
+} rf_transfer;
+
 /* A point in a queue's work; value 0: already reached. */
 typedef struct rf_ticket {
     rf_queue *queue;
@@ -2470,6 +2514,9 @@ typedef struct rf_plan_members {
     uint32_t *trouble;    /* [RF_TROUBLE_WORDS * (1 + n)] host memory of all members, at first 0. [0]: the epoch in
                              which nobody waits any more; RF_NO_EPOCH: every one. Then each member's words */
     uint32_t turn, epoch; /* of the plan_run to come: that of sum 0; a number of its own for each step, not 0 */
+    uint32_t wait_ms;     /* for a part of another member */
+    uint32_t arrives;     /* 1: the other members' parts are brought to the floats of blocks[rank], n values a row,
+                             before the plan_run of a SUM, and this one's is left where it is */
 } rf_plan_members;
 #define RF_TROUBLE_WORDS 8u
 #define RF_NO_EPOCH 0xffffffffu
@@ -2637,7 +2684,21 @@ typedef struct rf_device_api {
     /* microseconds of each op in the last run that was timed, 0 for one done along with another; us == NULL switches
      * timing on (n = 1) or off (n = 0) */
     rf_result (*times)(rf_prepared *p, float *us, uint32_t n, rf_error *err);
+
+    /* Ranks; all NULL: the device is none. id: [RF_RANK_ID_BYTES] */
+    rf_result (*rank_id)(uint8_t *id, rf_error *err);
+    rf_result (*rank_join)(rf_dev *d, const rf_device_desc *desc, rf_error *err); /* once; device_close ends it */
+    void (*rank_leave)(rf_dev *d); /* transfers end, wherever they are. So does any failure of d's work */
+    /* All of them go on at once; what is sent to a rank, and what it receives, match in their order */
+    rf_result (*transfer)(rf_queue *q, const rf_transfer *t, uint32_t n, rf_ticket *ticket, rf_error *err);
+    /* A block of shared_create for processes of this host: its owner exports it, others import it, for kernels that
+     * write it and for mem_copy from it, and forget it before it is released. handle: [RF_HANDLE_BYTES] */
+    rf_result (*mem_export)(rf_dev *d, const rf_mem *mem, uint8_t *handle, rf_error *err);
+    rf_result (*mem_import)(rf_dev *d, const uint8_t *handle, uint64_t size_bytes, rf_mem *out, rf_error *err);
+    void (*mem_forget)(rf_dev *d, rf_mem *mem);
 } rf_device_api;
+
+#define RF_HANDLE_BYTES 64u
 
 /* The table of an opened device, for programs that run plans themselves; *dev (may be NULL) is what its entries take.
  * Both are borrowed until rf_device_close. NULL for NULL. Threads any. */
@@ -7038,7 +7099,8 @@ static uint32_t rfi_layer_weights(const rf_plan *plan, uint32_t *at, uint32_t *o
 
 #define RFI_MEMBERS RF_MAX_MEMBERS /* of a group, each with a place of its own */
 
-static int rfi_device_shards(const rf_device *d); /* whether its members have parts of weights */
+static int rfi_device_shards(const rf_device *d);   /* whether its members have parts of weights */
+static uint32_t rfi_group_here(const rf_device *d); /* those in this process */
 /* The members' parts of a budget, as the memory is that is free now; one that is no GPU beside GPUs has no limit. */
 static void rfi_group_split(const rf_device *d, uint64_t bytes, uint64_t *part);
 
@@ -7195,9 +7257,9 @@ static rf_result rfi_placement_streams(const rfi_store *s, uint64_t limit, rfi_r
     for (uint32_t i = 0; i < plan->n_weights; i++)
         for (uint32_t *e = &p->n_kept[i]; *e < rf_plan_weight_matrices(&plan->weights[i]); ++*e) {
             const uint32_t place = rfi_matrix_place(s, i, *e);
-            const uint64_t rest = rfi_room_left(room, place);
-            if (rest < ring || rest - ring < s->stored[i].bytes) break;
-            rfi_room_take(room, place, s->stored[i].bytes);
+            const uint64_t rest = rfi_room_left(room, place), bytes = s->stored[i].bytes; /* 0: another rank's */
+            if (bytes && (rest < ring || rest - ring < bytes)) break;
+            rfi_room_take(room, place, bytes);
         }
     p->resident_bytes = rfi_room_used(room);
     p->ring_bytes = rfi_room_left(room, UINT32_MAX);
@@ -7225,7 +7287,7 @@ static rf_result rfi_placement_choose(const rfi_store *s, uint64_t limit, rfi_pl
 }
 
 static uint64_t rfi_placement_bytes(const rfi_store *s, const rfi_placement *p) {
-    return p->resident_bytes + rfi_group_size(s->device) * p->ring_bytes;
+    return p->resident_bytes + rfi_group_here(s->device) * p->ring_bytes;
 }
 
 /* Put the store's placement into effect; nothing is loaded. */
@@ -7560,7 +7622,7 @@ static void rfi_store_describe(rfi_store *s) {
         for (uint32_t k = 0; op->kind == RF_OP_ROPE && k < 2; k++)
             if (factors[k] != RF_NONE) s->stored[factors[k]].divides_angles = 1;
     }
-    const uint64_t threads = rfi_min_u64(8 * rfi_group_size(s->device), rfi_cpu_count()),
+    const uint64_t threads = rfi_min_u64(8 * rfi_group_here(s->device), rfi_cpu_count()),
                    readers = rfi_min_u64(threads, s->total_bytes / (4 * RFI_STAGING_BYTES));
     l->n_readers_max = (uint32_t)rfi_min_u64(s->desc.n_readers ? s->desc.n_readers : readers, RFI_MAX_READERS);
     l->n_staging_max = 2 * (uint32_t)rfi_max_u64(l->n_readers_max, 1);
@@ -17188,16 +17250,22 @@ static const rf_device_api rfi_null_api = {
  * the whole scratch memory; before its first op it copies the buffers that the members before it wrote and that it or a
  * later one reads: from their memory, or where it cannot (rfi_group_probe) through pinned host memory. On GPUs the host
  * waits for none of this, so that a member may begin the next micro-batch while the one behind it is at work.
- * By tensors (RF_SPLIT_TENSORS) each member has a shard of the whole plan instead, and SUM ops join them. */
+ * By tensors (RF_SPLIT_TENSORS) each member has a shard of the whole plan instead, and SUM ops join them.
+ * Ranks (rf_rank_id): members are processes. This one has a single member, `host_member`; of the others it knows what
+ * it needs to cut plans as they do. */
 
+#define RFI_SUM_MS 15000u     /* a member waits so long for another's part of a sum */
+#define RFI_LEFT_BYTES 256u
+#define RFI_RANK_AHEAD 8u     /* ranks: tickets of a queue that may be in flight; a GPU's queue has 32 */
 #define RFI_GROUP_TICKETS 64u /* of a queue, that are remembered */
 #define RFI_PROBE_BYTES 65536u
+#define RFI_RANK_PROBE_BYTES (2u << 20) /* smaller blocks share an allocation with others */
 #define RFI_PROBE_MS 1000u    /* a copy between GPUs that takes longer hangs */
 
 typedef struct rfi_member {
     char name[24];
     const rf_device_api *api;
-    rf_dev *dev;
+    rf_dev *dev;         /* NULL: another rank's */
     uint64_t free_bytes; /* when it was opened */
     uint32_t is_gpu;
     uint32_t peers;      /* bit o: it can copy from the memory of member o */
@@ -17216,7 +17284,12 @@ typedef struct rfi_group {
     char name[64];
     uint32_t n;
     rfi_member members[RFI_MEMBERS];
-    uint32_t host_member; /* creates host memory: the first GPU, or 0     */
+    uint32_t host_member; /* creates host memory: the first GPU, or 0; of ranks this process's */
+    uint32_t ranks;       /* 1: the members are processes */
+    uint32_t wait_ms;     /* for other ranks */
+    int reach;            /* ranks, by tensors: kernels of all write into the memory of all */
+    int in_step;          /* ranks: a step was begun and not ended */
+    char left[RFI_LEFT_BYTES]; /* why this rank has left; "": it has not */
     char note[160];       /* copies that go through host memory, and why  */
     uint32_t split;       /* rf_split */
     uint32_t *trouble;    /* by tensors: as in rf_plan_members, for all plans */
@@ -17275,6 +17348,8 @@ typedef struct rfi_group_queue {
     rf_queue *queues[RFI_MEMBERS];
     uint32_t current; /* the member whose ops ran last: its scratch memory is read */
     pthread_mutex_t lock; /* guards what follows */
+    rf_ticket sent[RFI_RANK_AHEAD]; /* ranks: the last ones of this process's member */
+    uint32_t n_sent;
     uint64_t issued;
     rf_ticket last[RFI_MEMBERS];
     rf_ticket tickets[RFI_GROUP_TICKETS][RFI_MEMBERS];
@@ -17296,9 +17371,11 @@ typedef struct rfi_group_plan {
     rf_mem blocks[RFI_MEMBERS];
     uint64_t *buffer_offset;            /* [n_buffers + 1] */
     uint32_t *shard_segments;           /* [n_segments + 1] where the session's segments begin among the shards' */
+    uint32_t *shard_ops;                /* first op of each of the shards' segments */
     uint32_t *sums;                     /* [segments[0] + 1] sums before each of the shards' segments */
     uint32_t n_segments;                /* the session's; segments[m] are the shards' */
     uint32_t turn;                      /* of the next sum */
+    int agreed;                         /* ranks: 1: all could prepare it so far; 2: and have each other's blocks */
 } rfi_group_plan;
 
 static rfi_group *rfi_group_of(rf_dev *d) { return (rfi_group *)(void *)d; }
@@ -17319,11 +17396,11 @@ static rf_result rfi_group_fail(const rfi_member *m, rf_error *why, rf_error *er
     return rfi_fail_with(err, why);
 }
 
-/* Call an entry of member m, if r is RF_OK, with an error of its own as the last argument. */
+/* Call an entry of member m, if r is RF_OK, with an error of its own as the last argument. Nothing for other ranks'. */
 #define RFI_MEMBER(r, m, call, err)                                \
     do {                                                           \
         rf_error why = {0};                                        \
-        if ((r) == RF_OK) {                                        \
+        if ((r) == RF_OK && (m)->dev) {                            \
             (r) = (m)->api->call;                                  \
             if ((r) != RF_OK) (r) = rfi_group_fail(m, &why, err);  \
         }                                                          \
@@ -17333,10 +17410,10 @@ static rf_result rfi_group_fail(const rfi_member *m, rf_error *why, rf_error *er
  * load kernels, and hold up other threads' calls as long: while one member's SUM waits for another's that is not
  * submitted yet, no thread may be in such a call. */
 static void rfi_group_order(rfi_group *g) {
-    if (g->split) pthread_mutex_lock(&g->order);
+    if (g->split || g->ranks) pthread_mutex_lock(&g->order);
 }
 static void rfi_group_order_end(rfi_group *g) {
-    if (g->split) pthread_mutex_unlock(&g->order);
+    if (g->split || g->ranks) pthread_mutex_unlock(&g->order);
 }
 
 /* ---- which member runs what ---- */
@@ -17704,18 +17781,24 @@ static rf_result rfi_shard_open(const rf_allocator *alloc, const rf_plan *plan, 
     return RF_OK;
 }
 
-/* Bit m for each member that uses a weight: [n_weights]. */
+/* Bit m for each member of this process. */
+static uint32_t rfi_group_here_bits(const rfi_group *g) {
+    return g->ranks ? 1u << g->host_member : (uint32_t)((1ull << g->n) - 1);
+}
+
+/* Bit m for each member, of this process, that uses a weight: [n_weights]. */
 static void rfi_group_find_users(const rfi_group *g, const rf_plan *plan, uint32_t *users) {
     uint32_t cuts[RFI_MEMBERS + 1];
     memset(users, 0, plan->n_weights * sizeof *users);
     for (uint32_t m = 0; g->split && m < g->n; m++) {
+        if (!g->members[m].dev) continue;
         const rfi_sharing s = rfi_sharing_of(plan, g->n, m);
         for (uint32_t i = 0; i < plan->n_weights; i++) users[i] |= (uint32_t)(rfi_shard_slice(&s, i).n_rows > 0) << m;
     }
     if (g->split) return;
     rfi_group_cut(g, plan, cuts);
     for (uint32_t m = 0; m < g->n; m++)
-        for (uint32_t i = cuts[m]; i < cuts[m + 1]; i++) {
+        for (uint32_t i = cuts[m]; g->members[m].dev && i < cuts[m + 1]; i++) {
             const uint32_t ids[RF_OP_WEIGHTS] = {plan->ops[i].weight, plan->ops[i].bias, plan->ops[i].factor};
             for (uint32_t k = 0; k < RF_OP_WEIGHTS; k++)
                 if (ids[k] != RF_NONE) users[ids[k]] |= 1u << m;
@@ -17742,7 +17825,8 @@ static void rfi_probe_close(rfi_probe *p) {
     if (p->q_to) p->to->api->queue_release(p->q_to);
     if (p->q_from) p->from->api->queue_release(p->q_from);
     if (p->mem_to.base) p->to->api->mem_release(p->to->dev, &p->mem_to);
-    if (p->mem_from.base) p->from->api->mem_release(p->from->dev, &p->mem_from);
+    if (p->mem_from.base && p->from->dev) p->from->api->mem_release(p->from->dev, &p->mem_from);
+    else if (p->mem_from.base) p->to->api->mem_forget(p->to->dev, &p->mem_from);
 }
 
 static rf_result rfi_probe_open(rfi_probe *p, rf_error *err) {
@@ -17754,11 +17838,15 @@ static rf_result rfi_probe_open(rfi_probe *p, rf_error *err) {
     return r;
 }
 
-/* Copy a pattern from one to the other, within RFI_PROBE_MS. *hangs: it did not end. bytes [RFI_PROBE_BYTES] */
+static void rfi_probe_pattern(uint8_t *bytes) {
+    for (uint32_t i = 0; i < RFI_PROBE_BYTES; i++) bytes[i] = (uint8_t)(i * 167 + (i >> 8));
+}
+
+/* Copy the pattern from one to the other, within RFI_PROBE_MS. *hangs: it did not end. bytes [RFI_PROBE_BYTES] */
 static rf_result rfi_probe_copy(rfi_probe *p, uint8_t *bytes, int *hangs, rf_error *err) {
     rf_ticket t = {0};
     rf_result r = RF_OK;
-    for (uint32_t i = 0; i < RFI_PROBE_BYTES; i++) bytes[i] = (uint8_t)(i * 167 + (i >> 8));
+    rfi_probe_pattern(bytes);
     RFI_MEMBER(r, p->from, mem_write(p->q_from, &p->mem_from, 0, bytes, RFI_PROBE_BYTES, &t, &why), err);
     RFI_MEMBER(r, p->to, mem_fill(p->q_to, &p->mem_to, 0, 0x5a, RFI_PROBE_BYTES, &p->copied, &why), err);
     RFI_MEMBER(r, p->to, queue_after(p->q_to, &t, &why), err);
@@ -17775,18 +17863,19 @@ static rf_result rfi_probe_copy(rfi_probe *p, uint8_t *bytes, int *hangs, rf_err
     return r;
 }
 
-/* Can member m copy from member o? If not the note says why: peer-to-peer copies hang or are wrong on some hosts.
- * After one that hangs none is tried any more. */
-static rf_result rfi_group_probe(rfi_group *g, uint32_t m, uint32_t o, uint8_t *bytes, rf_error *err) {
+/* Can member m copy from member o? far: the memory of a rank, which has the bytes; it is taken. If not the note says
+ * why: peer-to-peer copies hang or are wrong on some hosts. After one that hangs none is tried any more. */
+static rf_result rfi_group_probe(rfi_group *g, uint32_t m, uint32_t o, rf_mem *far, uint8_t *bytes, rf_error *err) {
     rfi_member *to = &g->members[m], *from = &g->members[o];
     rfi_probe *p = NULL;
     rf_error why = {0};
     int hangs = 0;
     if (to->api != from->api || g->stuck) return RF_OK;
-    rf_result can = to->api->peer_open(to->dev, from->dev, &why), r = RF_OK;
+    rf_result can = far ? RF_OK : to->api->peer_open(to->dev, from->dev, &why), r = RF_OK;
     if (can == RF_OK && to->is_gpu) {
         if (!(p = (rfi_probe *)rfi_alloc(&g->alloc, 1, sizeof *p, "a probe of devices", err))) return RF_ERR_MEMORY;
         *p = (rfi_probe){.to = to, .from = from};
+        if (far) p->mem_from = *far, *far = (rf_mem){0};
         r = rfi_probe_open(p, err);
         if (r == RF_OK) can = rfi_probe_copy(p, bytes, &hangs, &why);
     }
@@ -17794,8 +17883,8 @@ static rf_result rfi_group_probe(rfi_group *g, uint32_t m, uint32_t o, uint8_t *
     else if (p) rfi_probe_close(p), rfi_free(&g->alloc, p);
     if (r == RF_OK && can == RF_OK) to->peers |= 1u << o;
     else if (!g->note[0])
-        snprintf(g->note, sizeof g->note, "copies through host memory: %s from %s: %.70s", to->name, from->name,
-                 hangs ? "a copy hangs" : why.text);
+        snprintf(g->note, sizeof g->note, "%s: %s from %s: %.70s", far ? "sums by RCCL" : "copies through host memory",
+                 to->name, from->name, hangs ? "a copy hangs" : why.text);
     return r;
 }
 
@@ -17804,9 +17893,193 @@ static rf_result rfi_group_find_peers(rfi_group *g, rf_error *err) {
     rf_result r = bytes ? RF_OK : RF_ERR_MEMORY;
     for (uint32_t m = 0; m < g->n; m++)
         for (uint32_t o = 0; r == RF_OK && o < (g->split ? g->n : m); o++)
-            if (o != m) r = rfi_group_probe(g, m, o, bytes, err);
+            if (o != m) r = rfi_group_probe(g, m, o, NULL, bytes, err);
     if (g->stuck)
         for (uint32_t m = 0; m < g->n; m++) g->members[m].peers = 0;
+    rfi_free(&g->alloc, bytes);
+    return r;
+}
+
+/* ---- ranks ----
+ * What goes from rank to rank is a transfer: all ranks submit theirs in the same order. Before a rank submits more than
+ * a few, and before it computes with what it received, it waits for them, within wait_ms: launches behind a transfer
+ * that never ends would fill the driver's queue, and then stop the host. */
+
+/* This rank gives up, since `why`, after transfers that wait for the ranks of which `awaited` has the bits. */
+static rf_result rfi_rank_left(rfi_group *g, uint32_t awaited, const rf_error *why, rf_error *err) {
+    const rfi_member *own = &g->members[g->host_member];
+    size_t n = 0;
+    if (!g->left[0]) {
+        n = (size_t)snprintf(g->left, sizeof g->left, "rank %u", g->host_member);
+        for (uint32_t m = 0, any = 0; m < g->n && n < sizeof g->left - 16; m++)
+            if (awaited >> m & 1)
+                n += (size_t)snprintf(g->left + n, sizeof g->left - n, "%s%u", any++ ? ", " : " waited for rank ", m);
+        snprintf(g->left + n, sizeof g->left - n, ": %.180s", why->text);
+        own->api->rank_leave(own->dev);
+    }
+    rfi_clear(err); /* perhaps why */
+    return rfi_fail(err, RF_ERR_DEVICE, 0, "%s", g->left);
+}
+
+static rf_result rfi_rank_check(const rfi_group *g, rf_error *err) {
+    return g->left[0] ? rfi_fail(err, RF_ERR_DEVICE, 0, "%s", g->left) : RF_OK;
+}
+
+/* The bits of the other ranks. */
+static uint32_t rfi_rank_others(const rfi_group *g) {
+    return (uint32_t)((1ull << g->n) - 1) & ~(1u << g->host_member);
+}
+
+static uint32_t rfi_rank_peers(const rf_transfer *t, uint32_t n) {
+    uint32_t peers = 0;
+    for (uint32_t i = 0; i < n; i++) peers |= 1u << t[i].peer;
+    return peers;
+}
+
+static rf_result rfi_rank_wait(rfi_group *g, const rf_ticket *t, uint32_t awaited, rf_error *err) {
+    const rfi_member *own = &g->members[g->host_member];
+    rf_error why = {0};
+    return own->api->ticket_wait(t, g->wait_ms, &why) == RF_OK ? RF_OK : rfi_rank_left(g, awaited, &why, err);
+}
+
+static rf_result rfi_rank_transfer(rfi_group *g, rf_queue *q, const rf_transfer *t, uint32_t n, rf_ticket *ticket,
+                                   rf_error *err) {
+    const rfi_member *own = &g->members[g->host_member];
+    rf_error why = {0};
+    return own->api->transfer(q, t, n, ticket, &why) == RF_OK ? RF_OK
+                                                              : rfi_rank_left(g, rfi_rank_peers(t, n), &why, err);
+}
+
+/* n bytes of this rank at `own` go to all others, theirs to `parts`, `stride` apart.   Returns how many transfers */
+static uint32_t rfi_rank_swap(const rfi_group *g, rf_mem_at own, rf_mem_at parts, uint64_t stride, uint64_t n,
+                              rf_transfer *t) {
+    uint32_t n_transfers = 0;
+    for (uint32_t m = 0; m < g->n; m++) {
+        if (m == g->host_member) continue;
+        t[n_transfers++] = (rf_transfer){own, n, m, 1};
+        t[n_transfers++] = (rf_transfer){{parts.mem, parts.offset + m * stride}, n, m, 0};
+    }
+    return n_transfers;
+}
+
+/* all [n][bytes]: this rank's is set, the others' come. */
+static rf_result rfi_rank_gather(rfi_group *g, void *all, uint64_t bytes, rf_error *err) {
+    const rfi_member *own = &g->members[g->host_member];
+    char *at = (char *)all + g->host_member * bytes;
+    rf_transfer t[2 * RFI_MEMBERS];
+    rf_queue *q = NULL;
+    rf_mem mem = {0};
+    rf_ticket ticket = {0};
+    rf_result r = rfi_rank_check(g, err);
+    RFI_MEMBER(r, own, queue_create(own->dev, &q, &why), err);
+    RFI_MEMBER(r, own, mem_create(own->dev, g->n * bytes, &mem, &why), err);
+    RFI_MEMBER(r, own, mem_write(q, &mem, g->host_member * bytes, at, bytes, &ticket, &why), err);
+    const rf_mem_at from = {&mem, g->host_member * bytes}, to = {&mem, 0};
+    const uint32_t n = rfi_rank_swap(g, from, to, bytes, bytes, t);
+    if (r == RF_OK) r = rfi_rank_transfer(g, q, t, n, &ticket, err);
+    if (r == RF_OK) r = rfi_rank_wait(g, &ticket, rfi_rank_others(g), err);
+    RFI_MEMBER(r, own, mem_read(q, &mem, 0, all, g->n * bytes, &ticket, &why), err);
+    RFI_MEMBER(r, own, ticket_wait(&ticket, g->wait_ms, &why), err);
+    if (q) own->api->queue_release(q);
+    if (mem.base) own->api->mem_release(own->dev, &mem);
+    return r;
+}
+
+/* What ranks tell each other when they open a device. */
+typedef struct rfi_rank_card {
+    uint64_t free_bytes;
+    uint32_t version, op_bytes, ranks, split;
+} rfi_rank_card;
+
+static rf_result rfi_ranks_open(rfi_group *g, const rf_device_desc *desc, rf_error *err) {
+    rfi_member *own = &g->members[g->host_member];
+    rfi_rank_card cards[RFI_MEMBERS] = {{0}};
+    const rfi_rank_card *mine = &cards[g->host_member];
+    rf_error why = {0};
+    if (own->api->rank_join(own->dev, desc, &why) != RF_OK) return rfi_rank_left(g, rfi_rank_others(g), &why, err);
+    cards[g->host_member] = (rfi_rank_card){own->free_bytes, RF_DEVICE_API_VERSION, sizeof(rf_op), g->n, g->split};
+    rf_result r = rfi_rank_gather(g, cards, sizeof *cards, err);
+    for (uint32_t m = 0; r == RF_OK && m < g->n; m++) {
+        const rfi_rank_card *card = &cards[m];
+        if (card->version != mine->version || card->op_bytes != mine->op_bytes || card->ranks != mine->ranks ||
+            card->split != mine->split)
+            r = rfi_fail(err, RF_ERR_ARGUMENT, m,
+                         "rank %u: version %u, %u ranks, split %u; this is rank %u: version %u, %u ranks, split %u", m,
+                         card->version, card->ranks, card->split, g->host_member, mine->version, mine->ranks,
+                         mine->split);
+        g->members[m].free_bytes = card->free_bytes;
+    }
+    return r;
+}
+
+/* What a rank tells the others of a block of memory that their kernels shall write. */
+typedef struct rfi_rank_block {
+    uint8_t handle[RF_HANDLE_BYTES];
+    uint64_t size_bytes; /* 0: it has none */
+} rfi_rank_block;
+
+static rf_result rfi_rank_import(const rfi_group *g, const rfi_rank_block *from, rf_mem *block, rf_error *err) {
+    const rfi_member *own = &g->members[g->host_member];
+    rf_result r = RF_OK;
+    RFI_MEMBER(r, own, mem_import(own->dev, from->handle, from->size_bytes, block, &why), err);
+    return r;
+}
+static void rfi_rank_forget(const rfi_group *g, rf_mem *blocks) {
+    const rfi_member *own = &g->members[g->host_member];
+    for (uint32_t m = 0; m < g->n; m++)
+        if (m != g->host_member && blocks[m].base) own->api->mem_forget(own->dev, &blocks[m]);
+}
+
+/* A block for the probe, with its pattern. */
+static rf_result rfi_rank_probe_block(const rfi_group *g, rf_mem *block, rfi_rank_block *card, uint8_t *bytes,
+                                      rf_error *err) {
+    const rfi_member *own = &g->members[g->host_member];
+    rf_queue *q = NULL;
+    rf_ticket t = {0};
+    rf_result r = RF_OK;
+    rfi_probe_pattern(bytes);
+    RFI_MEMBER(r, own, shared_create(own->dev, RFI_RANK_PROBE_BYTES, block, &why), err);
+    RFI_MEMBER(r, own, queue_create(own->dev, &q, &why), err);
+    RFI_MEMBER(r, own, mem_write(q, block, 0, bytes, RFI_PROBE_BYTES, &t, &why), err);
+    RFI_MEMBER(r, own, ticket_wait(&t, RFI_WAIT_MS, &why), err);
+    RFI_MEMBER(r, own, mem_export(own->dev, block, card->handle, &why), err);
+    if (r == RF_OK) card->size_bytes = block->size_bytes;
+    if (q) own->api->queue_release(q);
+    return r;
+}
+
+/* By tensors: can each rank read the others' memory? If not, on other hosts say, all sums go by transfers. All ranks
+ * come to the end of this together: nobody reads memory then that is released. */
+static rf_result rfi_ranks_probe(rfi_group *g, rf_error *err) {
+    rfi_member *own = &g->members[g->host_member];
+    rfi_rank_block cards[RFI_MEMBERS];
+    rf_mem blocks[RFI_MEMBERS] = {{0}};
+    uint32_t peers[RFI_MEMBERS] = {0};
+    rf_error why = {0};
+    memset(cards, 0, sizeof cards);
+    uint8_t *bytes = (uint8_t *)rfi_alloc(&g->alloc, RFI_PROBE_BYTES, 1, "a probe of devices", err);
+    if (!bytes) return RF_ERR_MEMORY;
+    rf_result can = rfi_rank_probe_block(g, &blocks[g->host_member], &cards[g->host_member], bytes, &why);
+    rf_result r = rfi_rank_gather(g, cards, sizeof *cards, err);
+    for (uint32_t m = 0; m < g->n; m++)
+        if (cards[m].size_bytes == 0 && can == RF_OK)
+            can = rfi_fail(&why, RF_ERR_UNSUPPORTED, m, "rank %u has no memory for others", m);
+    for (uint32_t m = 0; r == RF_OK && can == RF_OK && m < g->n; m++)
+        if (m != g->host_member) can = rfi_rank_import(g, &cards[m], &blocks[m], &why);
+    if (can != RF_OK) snprintf(g->note, sizeof g->note, "sums by RCCL: %.120s", why.text);
+    for (uint32_t m = 0; r == RF_OK && can == RF_OK && m < g->n; m++)
+        if (m != g->host_member) r = rfi_group_probe(g, g->host_member, m, &blocks[m], bytes, err);
+    peers[g->host_member] = own->peers | 1u << g->host_member;
+    if (r == RF_OK) r = rfi_rank_gather(g, peers, sizeof *peers, err);
+    g->reach = r == RF_OK;
+    for (uint32_t m = 0; m < g->n; m++) {
+        g->reach &= peers[m] + 1 == 1u << g->n;
+        if (!g->reach && !g->note[0])
+            snprintf(g->note, sizeof g->note, "sums by RCCL: rank %u cannot copy from others", m);
+    }
+    rfi_rank_forget(g, blocks);
+    if (r == RF_OK) r = rfi_rank_gather(g, peers, sizeof *peers, err);
+    if (blocks[g->host_member].base) own->api->mem_release(own->dev, &blocks[g->host_member]);
     rfi_free(&g->alloc, bytes);
     return r;
 }
@@ -17824,7 +18097,7 @@ static rf_result rfi_group_open_shards(rfi_group *g, rf_error *err) {
         if (!g->members[m].api->shared_create || !g->members[m].is_gpu)
             return rfi_fail(err, RF_ERR_UNSUPPORTED, m, "%s: %s: a split by tensors is for GPUs only", g->name,
                             g->members[m].name);
-    for (uint32_t m = 0; m < g->n; m++) {
+    for (uint32_t m = 0; m < g->n && !g->ranks; m++) {
         const rfi_member *member = &g->members[m];
         for (uint32_t o = 0; o < m; o++)
             if (strcmp(member->name, g->members[o].name) == 0)
@@ -17864,7 +18137,8 @@ static void rfi_group_close(rf_dev *d) {
     if (g->stuck && g->stuck->to->api->ticket_done(&g->stuck->copied)) rfi_probe_close(g->stuck);
     rfi_free(&alloc, g->stuck);
     rfi_group_host_release(d, g->trouble);
-    for (uint32_t m = 0; m < g->n; m++) g->members[m].api->device_close(g->members[m].dev);
+    for (uint32_t m = 0; m < g->n; m++)
+        if (g->members[m].dev) g->members[m].api->device_close(g->members[m].dev);
     pthread_mutex_destroy(&g->lock);
     pthread_mutex_destroy(&g->order);
     rfi_free(&alloc, g->users);
@@ -17878,9 +18152,10 @@ static rf_result rfi_group_info(rf_dev *d, rf_device_info *out, rf_error *err) {
     rf_result r = RF_OK;
     memset(out, 0, sizeof *out);
     for (uint32_t m = 0; r == RF_OK && m < g->n; m++) {
+        if (!g->members[m].dev) continue;
         memset(&one, 0, sizeof one);
         RFI_MEMBER(r, &g->members[m], device_info(g->members[m].dev, &one, &why), err);
-        if (m == 0) *out = one;
+        if (m == 0 || g->ranks) *out = one;
         else {
             if (one.is_gpu && !out->is_gpu) out->total_bytes = out->free_bytes = 0;
             out->is_gpu |= one.is_gpu;
@@ -17893,7 +18168,8 @@ static rf_result rfi_group_info(rf_dev *d, rf_device_info *out, rf_error *err) {
         }
         if (one.lost) snprintf(out->note, sizeof out->note, "%s is lost", g->members[m].name);
     }
-    if (rfi_group_trouble(g, NULL) != RF_OK) out->lost = 1;
+    if (rfi_group_trouble(g, NULL) != RF_OK || g->left[0]) out->lost = 1;
+    if (g->left[0]) snprintf(out->note, sizeof out->note, "%.150s", g->left);
     if (g->note[0] && !out->lost) memcpy(out->note, g->note, sizeof out->note);
     memcpy(out->name, g->name, sizeof out->name);
     return r;
@@ -17909,23 +18185,33 @@ static rf_result rfi_group_open(const char *name, const rfi_group *members, cons
     g->alloc = desc->allocator;
     snprintf(g->name, sizeof g->name, "%s", name);
     g->split = desc->split;
+    g->ranks = desc->ranks > 1;
+    g->wait_ms = desc->rank_wait_ms;
     pthread_mutex_init(&g->lock, NULL);
     pthread_mutexattr_init(&recursive);
     pthread_mutexattr_settype(&recursive, PTHREAD_MUTEX_RECURSIVE);
     pthread_mutex_init(&g->order, &recursive);
     pthread_mutexattr_destroy(&recursive);
-    for (uint32_t i = 0; r == RF_OK && i < members->n; i++) {
+    g->n = g->ranks ? desc->ranks : members->n;
+    for (uint32_t i = 0; i < g->n; i++) {
         rfi_member *m = &g->members[i];
+        *m = members->members[g->ranks ? 0 : i];
+        if (g->ranks && i != desc->rank) snprintf(m->name, sizeof m->name, "rank %u", i);
+        m->is_gpu = g->ranks;
+    }
+    for (uint32_t i = g->ranks ? desc->rank : 0; r == RF_OK && i < (g->ranks ? desc->rank + 1 : g->n); i++) {
+        rfi_member *m = &g->members[i];
+        rf_error why = {0};
         rf_device_info info = {0};
-        *m = members->members[i];
-        RFI_MEMBER(r, m, device_open(indices[i], desc, &m->dev, &why), err);
-        if (r == RF_OK) g->n++;
+        r = m->api->device_open(indices[g->ranks ? 0 : i], desc, &m->dev, &why);
+        if (r != RF_OK) m->dev = NULL, r = rfi_group_fail(m, &why, err);
         RFI_MEMBER(r, m, device_info(m->dev, &info, &why), err);
         m->free_bytes = info.free_bytes;
         m->is_gpu = info.is_gpu;
-        if (m->is_gpu && !g->members[g->host_member].is_gpu) g->host_member = i;
+        if (g->ranks || (m->is_gpu && !g->members[g->host_member].is_gpu)) g->host_member = i;
     }
-    if (r == RF_OK) r = rfi_group_find_peers(g, err);
+    if (r == RF_OK) r = g->ranks ? rfi_ranks_open(g, desc, err) : rfi_group_find_peers(g, err);
+    if (r == RF_OK && g->ranks && g->split) r = rfi_ranks_probe(g, err);
     if (r == RF_OK && g->split) r = rfi_group_open_shards(g, err);
     if (r != RF_OK) rfi_group_close((rf_dev *)(void *)g);
     else *out = (rf_dev *)(void *)g;
@@ -17937,7 +18223,7 @@ static rf_result rfi_group_open(const char *name, const rfi_group *members, cons
 /* Whether member m uses host memory that another member, its creator, has to share. */
 static int rfi_group_shares_host(const rfi_group *g, uint32_t m) {
     const rf_device_api *api = g->members[g->host_member].api;
-    return m != g->host_member && api->host_share && g->members[m].api == api;
+    return m != g->host_member && g->members[m].dev && api->host_share && g->members[m].api == api;
 }
 
 /* Host memory is the first GPU's and shared by the others: all copy without staging of their own. */
@@ -18038,6 +18324,7 @@ static rf_result rfi_group_queue_create(rf_dev *d, rf_queue **out, rf_error *err
     rf_result r = RF_OK;
     if (!q) return RF_ERR_MEMORY;
     q->g = g;
+    q->current = g->ranks ? g->host_member : 0;
     pthread_mutex_init(&q->lock, NULL);
     rfi_group_order(g);
     for (uint32_t m = 0; m < g->n; m++)
@@ -18051,7 +18338,7 @@ static rf_result rfi_group_queue_create(rf_dev *d, rf_queue **out, rf_error *err
 /* A member's queue was given work that ends at ticket t. */
 static void rfi_group_note(rfi_group_queue *q, uint32_t m, const rf_ticket *t) {
     pthread_mutex_lock(&q->lock);
-    if (t->value > q->last[m].value) q->last[m] = *t;
+    if (t->value > q->last[m].value) q->last[m] = q->sent[q->n_sent++ % RFI_RANK_AHEAD] = *t;
     pthread_mutex_unlock(&q->lock);
 }
 
@@ -18096,12 +18383,18 @@ static rf_result rfi_group_ticket_wait(const rf_ticket *ticket, uint32_t timeout
     rf_ticket t[RFI_MEMBERS];
     const rfi_group_queue *q = rfi_group_tickets(ticket, t);
     rf_result first = RF_OK;
+    if (q && q->g->ranks && timeout_ms > q->g->wait_ms) timeout_ms = q->g->wait_ms;
     for (uint32_t m = 0; q && m < q->g->n; m++) {
         rf_result r = RF_OK;
         RFI_MEMBER(r, &q->g->members[m], ticket_wait(&t[m], timeout_ms, &why), err);
         if (first == RF_OK) first = r;
     }
-    return first == RF_OK && q ? rfi_group_trouble(q->g, err) : first;
+    if (first == RF_OK && q) first = rfi_group_trouble(q->g, err);
+    if (first != RF_OK && q->g->ranks) {
+        const rf_error why = err ? *err : (rf_error){.text = "a wait failed"};
+        return rfi_rank_left(q->g, rfi_rank_others(q->g), &why, err);
+    }
+    return first;
 }
 
 static rf_result rfi_group_queue_after(rf_queue *queue, const rf_ticket *ticket, rf_error *err) {
@@ -18117,7 +18410,7 @@ static rf_result rfi_group_queue_after(rf_queue *queue, const rf_ticket *ticket,
 /* ---- copies ---- */
 
 /* Do `call`, which gives ticket t and uses the place `at`, on each member m that has the byte at `offset` of `block`.
- * Memory that nobody has yet becomes the first member's. */
+ * Memory that nobody has yet becomes the first member's here. */
 #define RFI_GROUP_EACH(block, offset, call)                                                          \
     rfi_group_queue *q = rfi_group_queue_of(queue);                                                  \
     rfi_group *g = q->g;                                                                             \
@@ -18136,7 +18429,7 @@ static rf_result rfi_group_queue_after(rf_queue *queue, const rf_ticket *ticket,
 static rf_result rfi_group_mem_used(rfi_group *g, rfi_group_mem *mem, rf_error *err) {
     for (uint32_t m = 0; m < g->n; m++)
         if (mem->mem[m].base) return RF_OK;
-    return rfi_group_mem_have(g, mem, 0, mem->size_bytes, err);
+    return rfi_group_mem_have(g, mem, g->ranks ? g->host_member : 0, mem->size_bytes, err);
 }
 
 static rf_result rfi_group_mem_write(rf_queue *queue, const rf_mem *dst, uint64_t offset, const void *src, uint64_t n,
@@ -18168,8 +18461,10 @@ static rf_result rfi_group_mem_read(rf_queue *queue, const rf_mem *src, uint64_t
     const uint32_t m = rfi_group_reader(q, mem, offset);
     rf_mem_at at;
     rf_ticket t = {0};
-    rfi_group_mem_at(mem, m, offset, &at);
+    const int has = rfi_group_mem_at(mem, m, offset, &at);
     if (n == 0) return rfi_group_ticket(q, r, ticket); /* perhaps at the end of the block */
+    if (r == RF_OK && q->g->ranks && (!has || !q->g->members[q->current].dev))
+        r = rfi_fail(err, RF_ERR_UNSUPPORTED, offset, "%s: another rank has what this call reads", q->g->name);
     rfi_group_order(q->g);
     RFI_MEMBER(r, &q->g->members[m], mem_read(q->queues[m], at.mem, at.offset, dst, n, &t, &why), err);
     rfi_group_order_end(q->g);
@@ -18196,7 +18491,7 @@ static rf_result rfi_group_mem_copy(rf_queue *queue, rf_mem_at dst, rf_mem_at sr
         rfi_group_order_end(q->g);
         rfi_group_note(q, m, &t);
     }
-    if (r == RF_OK && n_copies == 0 && n > 0)
+    if (r == RF_OK && n_copies == 0 && n > 0 && !q->g->ranks)
         r = rfi_fail(err, RF_ERR_UNSUPPORTED, dst.offset, "%s: mem_copy from one member to another", q->g->name);
     return rfi_group_ticket(q, r, ticket);
 }
@@ -18250,7 +18545,7 @@ static rf_result rfi_group_table_create(rf_dev *d, const rf_plan *plan, rf_table
 
 /* The members that use a weight. They are found for all weights of the plan when its first one is asked for. */
 static uint32_t rfi_group_place(rfi_group *g, const rf_plan *plan, uint32_t weight) {
-    uint32_t place = (1u << g->n) - 1; /* without memory for more: all */
+    uint32_t place = rfi_group_here_bits(g); /* without memory for more: all */
     pthread_mutex_lock(&g->lock);
     if (weight == 0 || g->weights != plan->weights) {
         rfi_free(&g->alloc, g->users);
@@ -18366,6 +18661,7 @@ static rf_result rfi_shards_plan_bytes(rfi_group *g, const rf_plan_bind *bind, u
                                        rf_error *err) {
     rf_result r = RF_OK;
     for (uint32_t m = 0; r == RF_OK && m < g->n; m++) {
+        if (!g->members[m].dev) continue;
         rfi_shard shard = {0};
         rf_plan_bind own = *bind;
         uint64_t one = 0;
@@ -18373,7 +18669,7 @@ static rf_result rfi_shards_plan_bytes(rfi_group *g, const rf_plan_bind *bind, u
         if (r != RF_OK) break;
         own.plan = &shard.plan;
         RFI_MEMBER(r, &g->members[m], plan_bytes(g->members[m].dev, &own, &one, &why), err);
-        *bytes += one + (m ? scratch : 0) + rfi_shard_block_bytes(&shard, g->n, bind->n_batch) +
+        *bytes += one + (m != g->host_member ? scratch : 0) + rfi_shard_block_bytes(&shard, g->n, bind->n_batch) +
                   4ull * bind->n_batch * shard.buffers[shard.plan.n_buffers - 1].width;
         rfi_shard_close(&g->alloc, &shard);
     }
@@ -18396,7 +18692,7 @@ static rf_result rfi_group_plan_bytes(rf_dev *d, const rf_plan_bind *bind, uint6
     for (uint32_t m = 0, n = 0; m < g->n; m++) {
         const rf_plan plan = rfi_group_part(bind->plan, cuts[m], cuts[m + 1]);
         rf_plan_bind own = *bind;
-        if (plan.n_ops == 0) continue;
+        if (plan.n_ops == 0 || !g->members[m].dev) continue;
         own.plan = &plan;
         RFI_MEMBER(r, &g->members[m], plan_bytes(g->members[m].dev, &own, &one, &why), err);
         *bytes += one + (n++ ? scratch : 0);
@@ -18411,18 +18707,40 @@ static void rfi_group_plan_release(rf_prepared *prepared) {
     rfi_group_order(g);
     for (uint32_t m = 0; m < p->g->n; m++)
         if (p->prepared[m]) p->g->members[m].api->plan_release(p->prepared[m]);
+    if (p->agreed == 2) { /* all forget before one releases */
+        uint8_t ready[RFI_MEMBERS] = {0};
+        rfi_rank_forget(g, p->blocks);
+        (void)rfi_rank_gather(g, ready, 1, NULL);
+    }
     for (uint32_t m = 0; m < p->g->n; m++) {
         if (p->blocks[m].base) p->g->members[m].api->mem_release(p->g->members[m].dev, &p->blocks[m]);
         rfi_shard_close(alloc, &p->shards[m]);
     }
     rfi_free(alloc, p->buffer_offset);
     rfi_free(alloc, p->shard_segments);
+    rfi_free(alloc, p->shard_ops);
     rfi_free(alloc, p->sums);
     rfi_free(alloc, p->state_offset);
     rfi_free(alloc, p->enters);
     for (uint32_t m = 0; m < p->g->n; m++) rfi_group_host_release((rf_dev *)(void *)p->g, p->bounce[m]);
     rfi_free(alloc, p);
     rfi_group_order_end(g);
+}
+
+/* Wait until a rank may submit more to a queue. */
+static rf_result rfi_rank_room(rfi_group *g, rfi_group_queue *q, rf_error *err) {
+    pthread_mutex_lock(&q->lock);
+    const rf_ticket oldest = q->sent[q->n_sent % RFI_RANK_AHEAD];
+    pthread_mutex_unlock(&q->lock);
+    return rfi_rank_wait(g, &oldest, rfi_rank_others(g), err);
+}
+
+static rf_result rfi_rank_submit(rfi_group *g, rfi_group_queue *q, const rf_transfer *t, uint32_t n, rf_error *err) {
+    rf_ticket ticket = {0};
+    rf_result r = rfi_rank_room(g, q, err);
+    if (r == RF_OK) r = rfi_rank_transfer(g, q->queues[g->host_member], t, n, &ticket, err);
+    rfi_group_note(q, g->host_member, &ticket);
+    return r;
 }
 
 /* Give each state a piece of its member's memory. */
@@ -18478,7 +18796,7 @@ static rf_result rfi_group_plan_memory(rfi_group_plan *p, rf_error *err) {
     if (!p->state_offset || !p->enters) return RF_ERR_MEMORY;
     for (uint32_t m = 0; r == RF_OK && m < g->n; m++) {
         rfi_group_find_entering(plan, p->cuts[m], p->enters + (uint64_t)m * plan->n_buffers);
-        r = rfi_group_have_bounce(p, m, err);
+        if (!g->ranks) r = rfi_group_have_bounce(p, m, err);
     }
     return r == RF_OK ? rfi_group_place_states(p, err) : r;
 }
@@ -18531,7 +18849,8 @@ static rf_result rfi_shards_block(rfi_group_plan *p, uint32_t m, rf_error *err) 
     RFI_MEMBER(r, member, mem_fill(q, &p->blocks[m], 0, 0, n, &t, &why), err);
     RFI_MEMBER(r, member, ticket_wait(&t, RFI_WAIT_MS, &why), err);
     if (q) member->api->queue_release(q);
-    p->members[m] = (rf_plan_members){p->g->n, m, p->blocks, p->g->trouble, 0, 0};
+    p->members[m] = (rf_plan_members){p->g->n, m, p->blocks, p->g->trouble, 0, 0,
+                                      p->g->ranks ? p->g->wait_ms : RFI_SUM_MS, p->g->ranks && !p->g->reach};
     return r;
 }
 
@@ -18560,24 +18879,77 @@ static rf_result rfi_shards_plan_memory(rfi_group_plan *p, rf_error *err) {
 static rf_result rfi_shards_segments(rfi_group_plan *p, const uint32_t *shard_ops, uint32_t *segment_ops,
                                      uint32_t *n_segments, rf_error *err) {
     const rf_plan *plan = p->bind.plan;
-    const rfi_shard *shard = &p->shards[0];
+    const uint32_t own = p->g->host_member;
+    const rfi_shard *shard = &p->shards[own];
     uint32_t k = 0;
     p->shard_segments = (uint32_t *)rfi_alloc(&p->g->alloc, plan->n_ops + 1ull, sizeof *p->shard_segments, "segments",
                                               err);
-    p->sums = (uint32_t *)rfi_alloc(&p->g->alloc, p->segments[0] + 1ull, sizeof *p->sums, "segments", err);
+    p->sums = (uint32_t *)rfi_alloc(&p->g->alloc, p->segments[own] + 1ull, sizeof *p->sums, "segments", err);
     if (!p->shard_segments || !p->sums) return RF_ERR_MEMORY;
-    for (uint32_t i = 0; i < p->segments[0]; i++) /* a sum is a segment of its own */
+    for (uint32_t i = 0; i < p->segments[own]; i++) /* a sum is a segment of its own */
         p->sums[i + 1] = p->sums[i] + (shard->ops[shard_ops[i]].kind == RF_OP_SUM);
     p->turn = 1;
     for (uint32_t i = 0; i < plan->n_ops; i++) {
         if (!rf_op_begins_segment(plan, i)) continue;
-        while (k < p->segments[0] && shard->origin[shard_ops[k]] < i) k++;
+        while (k < p->segments[own] && shard->origin[shard_ops[k]] < i) k++;
         segment_ops[p->n_segments] = i;
         p->shard_segments[p->n_segments++] = k;
     }
-    p->shard_segments[p->n_segments] = p->segments[0];
+    p->shard_segments[p->n_segments] = p->segments[own];
     *n_segments = p->n_segments;
     return RF_OK;
+}
+
+/* What ranks tell each other when they open a session: hashes, and whether they could. */
+typedef struct rfi_rank_session {
+    uint64_t model, sizes, failed;
+    rfi_rank_block block; /* by tensors */
+} rfi_rank_session;
+
+static uint64_t rfi_rank_hash_plan(const rf_plan *plan) {
+    uint64_t h = 0;
+    for (uint32_t i = 0; i < plan->n_ops; i++) {
+        const rf_op *op = &plan->ops[i];
+        const uint32_t of[] = {op->kind, op->rows, op->flags, (uint32_t)op->layer, op->in, op->in2, op->in3, op->out,
+                               op->state, op->weight, op->bias, op->factor};
+        h = rfi_hash(of, sizeof of, h);
+    }
+    for (uint32_t i = 0; i < plan->n_weights; i++) {
+        const rf_plan_weight *w = &plan->weights[i];
+        const uint32_t of[] = {w->type, w->n_in, w->n_rows, w->n_experts, (uint32_t)w->layer};
+        h = rfi_hash(of, sizeof of, rfi_hash(w->name, strlen(w->name), h));
+    }
+    return rfi_hash(plan->tables, plan->n_tables * sizeof *plan->tables, h);
+}
+
+/* Before this rank's part of a plan is prepared (`first`: then kernels get the others' blocks for sums), and after it.
+ * r: whether it could come so far. The cuts are alike where models and sessions are. */
+static rf_result rfi_ranks_agree(rfi_group_plan *p, int first, rf_result r, rf_error *err) {
+    rfi_group *g = p->g;
+    const rf_plan_bind *bind = &p->bind;
+    const uint32_t sizes[] = {bind->n_ctx, bind->n_seq, bind->n_batch, bind->n_logits, bind->cache_type, bind->n_slots};
+    const rfi_member *own = &g->members[g->host_member];
+    const int shares = first && g->reach;
+    rfi_rank_session all[RFI_MEMBERS], *mine = &all[g->host_member];
+    rf_mem *block = &p->blocks[g->host_member];
+    memset(all, 0, sizeof all);
+    mine->model = rfi_rank_hash_plan(bind->plan);
+    mine->sizes = rfi_hash(sizes, sizeof sizes, 0);
+    mine->block.size_bytes = block->size_bytes;
+    if (shares) RFI_MEMBER(r, own, mem_export(own->dev, block, mine->block.handle, &why), err);
+    mine->failed = r != RF_OK;
+    const rf_result gathered = rfi_rank_gather(g, all, sizeof *all, r == RF_OK ? err : NULL);
+    if (r == RF_OK) r = gathered;
+    for (uint32_t m = 0; r == RF_OK && m < g->n; m++) {
+        const char *what = all[m].model != mine->model   ? "has another model"
+                           : all[m].sizes != mine->sizes ? "opens a session of other sizes"
+                           : all[m].failed               ? "could not open its session" : NULL;
+        if (what) r = rfi_fail(err, all[m].failed ? RF_ERR_DEVICE : RF_ERR_ARGUMENT, m, "rank %u %s", m, what);
+    }
+    if (r == RF_OK && first) p->agreed = 1 + shares;
+    for (uint32_t m = 0; shares && m < g->n; m++)
+        if (m != g->host_member) r = r == RF_OK ? rfi_rank_import(g, &all[m].block, &p->blocks[m], err) : r;
+    return r;
 }
 
 static rf_result rfi_shards_prepare(rfi_group_plan *p, uint32_t *segment_ops, uint32_t *n_segments, rf_error *err) {
@@ -18585,7 +18957,9 @@ static rf_result rfi_shards_prepare(rfi_group_plan *p, uint32_t *segment_ops, ui
     rf_result r = rfi_shards_plan_memory(p, err);
     uint32_t *shard_ops = (uint32_t *)rfi_alloc(&g->alloc, 2ull * p->bind.plan->n_ops, sizeof *shard_ops, "segments",
                                                 err);
-    if (!shard_ops) return RF_ERR_MEMORY;
+    if (!shard_ops) r = RF_ERR_MEMORY;
+    p->shard_ops = shard_ops;
+    if (g->ranks) r = rfi_ranks_agree(p, 1, r, err);
     for (uint32_t m = g->n; r == RF_OK && m-- > 0;) { /* the first one last: its segments stay in shard_ops */
         rf_plan_bind own = p->bind;
         own.plan = &p->shards[m].plan;
@@ -18598,8 +18972,29 @@ static rf_result rfi_shards_prepare(rfi_group_plan *p, uint32_t *segment_ops, ui
         RFI_MEMBER(r, &g->members[m], plan_prepare(g->members[m].dev, &own, shard_ops, &p->segments[m],
                                                    &p->prepared[m], &why), err);
     }
-    if (r == RF_OK) r = rfi_shards_segments(p, shard_ops, segment_ops, n_segments, err);
-    rfi_free(&g->alloc, shard_ops);
+    return r == RF_OK ? rfi_shards_segments(p, shard_ops, segment_ops, n_segments, err) : r;
+}
+
+/* By ranks: have the other members' parts of the sum that is the shards' segment k. */
+static rf_result rfi_rank_parts(rfi_group_plan *p, rfi_group_queue *q, uint32_t k, const rf_step *step,
+                                rf_error *err) {
+    rfi_group *g = p->g;
+    const uint32_t own = g->host_member;
+    const rfi_shard *shard = &p->shards[own];
+    const rf_op *op = &shard->ops[p->shard_ops[k]];
+    const uint64_t width = shard->buffers[op->in].width, widest = shard->buffers[shard->plan.n_buffers - 1].width,
+                   part = 4ull * p->bind.n_batch * widest, turn = p->members[own].turn + op->sum.index;
+    const rf_mem *scratch = &rfi_group_mem_of(&p->bind.scratch)->mem[own];
+    const uint32_t apart = op->sum.n == width ? 1 : step->n_rows; /* rows that are not one after the other */
+    const uint64_t n = 4ull * op->sum.n * step->n_rows / apart;
+    rf_mem_at from = {scratch, p->buffer_offset[op->in]},
+              to = {&p->blocks[own], p->blocks[own].size_bytes - 2 * g->n * part + (turn & 1) * g->n * part};
+    rf_transfer t[2 * RFI_MEMBERS];
+    rf_result r = RF_OK;
+    for (uint32_t i = 0; r == RF_OK && i < apart; i++) {
+        r = rfi_rank_submit(g, q, t, rfi_rank_swap(g, from, to, part, n, t), err);
+        from.offset += 4 * width, to.offset += n;
+    }
     return r;
 }
 
@@ -18610,6 +19005,7 @@ static rf_result rfi_shards_run_one(rfi_group_plan *p, rfi_group_queue *q, uint3
     rf_result r = RF_OK;
     if (end > p->segments[m]) end = p->segments[m];
     if (first >= end) return RF_OK;
+    if (p->g->ranks) r = rfi_rank_room(p->g, q, err);
     RFI_MEMBER(r, &p->g->members[m], plan_run(p->prepared[m], q->queues[m], first, end, step, &t, &why), err);
     rfi_group_note(q, m, &t);
     return r;
@@ -18620,36 +19016,41 @@ static rf_result rfi_shards_run_one(rfi_group_plan *p, rfi_group_queue *q, uint3
 static rf_result rfi_shards_run(rfi_group_plan *p, rfi_group_queue *q, uint32_t first, uint32_t last,
                                 const rf_step *step, rf_error *err) {
     const uint32_t n = p->g->n, begin = p->shard_segments[first], end = p->shard_segments[last];
+    const uint32_t arrives = p->members[p->g->host_member].arrives;
     rf_result r = rfi_group_trouble(p->g, err);
-    int whole = first == 0 && last == p->n_segments, one = 0;
+    int whole = first == 0 && last == p->n_segments && !arrives, one = 0;
     if (r != RF_OK) return r;
     if (first == 0 && ++p->g->epoch == RF_NO_EPOCH) p->g->epoch = 1;
     for (uint32_t m = 0; m < n; m++) {
         p->members[m].turn = p->turn - p->sums[begin];
         if (first == 0) p->members[m].epoch = p->g->epoch;
     }
-    for (uint32_t m = 0; m < n && whole; m++, whole = whole && one)
+    for (uint32_t m = 0; m < n && whole; m++, whole = whole && one) {
+        one = !p->g->members[m].dev;
         RFI_MEMBER(r, &p->g->members[m], plan_ready(p->prepared[m], q->queues[m], step, &one, &why), err);
+    }
     for (uint32_t k = begin, next; r == RF_OK && k < end; k = next) {
         next = whole ? end : k + 1;
+        if (arrives && p->sums[k + 1] > p->sums[k]) r = rfi_rank_parts(p, q, k, step, err);
         for (uint32_t m = 0; r == RF_OK && m < n; m++) r = rfi_shards_run_one(p, q, m, k, next, step, err);
     }
-    q->current = 0;
+    q->current = p->g->host_member;
     p->turn += r == RF_OK ? p->sums[end] - p->sums[begin] : p->shards[0].n_sums;
-    if (r != RF_OK) *(volatile uint32_t *)p->g->trouble = p->members[0].epoch;
+    if (r != RF_OK) *(volatile uint32_t *)p->g->trouble = p->members[p->g->host_member].epoch;
     return r;
 }
 
 /* Of each op what the first member needs for it and for the sum after it. */
 static rf_result rfi_shards_times(rfi_group_plan *p, float *us, uint32_t n, rf_error *err) {
-    const uint32_t n_ops = p->shards[0].plan.n_ops;
+    const rfi_shard *shard = &p->shards[p->g->host_member];
+    const uint32_t n_ops = shard->plan.n_ops;
     float *own = us ? (float *)rfi_alloc(&p->g->alloc, n_ops, sizeof *own, "times", err) : NULL;
     rf_result r = us && !own ? RF_ERR_MEMORY : RF_OK;
-    for (uint32_t m = 0; m < (us ? 1 : p->g->n); m++)
+    for (uint32_t m = us ? p->g->host_member : 0; m < (us ? p->g->host_member + 1 : p->g->n); m++)
         RFI_MEMBER(r, &p->g->members[m], times(p->prepared[m], own, us ? n_ops : n, &why), err);
     for (uint32_t i = 0; us && i < n; i++) us[i] = 0;
     for (uint32_t i = 0; own && i < n_ops; i++)
-        if (p->shards[0].origin[i] < n) us[p->shards[0].origin[i]] += own[i];
+        if (shard->origin[i] < n) us[shard->origin[i]] += own[i];
     rfi_free(&p->g->alloc, own);
     return r;
 }
@@ -18665,6 +19066,7 @@ static rf_result rfi_group_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uin
     *n_segments = 0;
     rfi_group_order(g);
     rf_result r = g->split ? rfi_shards_prepare(p, segment_ops, n_segments, err) : rfi_group_plan_memory(p, err);
+    if (g->ranks && !g->split) r = rfi_ranks_agree(p, 1, r, err);
     rfi_group_order_end(g);
     for (uint32_t m = 0; r == RF_OK && !g->split && m < g->n; m++) {
         rf_plan_bind own = *bind;
@@ -18672,6 +19074,8 @@ static rf_result rfi_group_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uin
         p->plans[m] = rfi_group_part(bind->plan, p->cuts[m], p->cuts[m + 1]);
         p->segments[m] = p->segments[m + 1] = *n_segments;
         if (p->plans[m].n_ops == 0) continue;
+        for (uint32_t i = 0; i < p->plans[m].n_ops && !g->members[m].dev; i++) /* as rank m finds them */
+            if (rf_op_begins_segment(&p->plans[m], i)) segment_ops[*n_segments + n++] = i;
         r = rfi_group_mem_have(g, rfi_group_mem_of(&bind->scratch), m, bind->scratch.size_bytes, err);
         own.plan = &p->plans[m];
         own.table = rfi_group_table_of(bind->table)->tables[m];
@@ -18683,6 +19087,9 @@ static rf_result rfi_group_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uin
         for (uint32_t i = 0; r == RF_OK && i < n; i++) segment_ops[*n_segments + i] += p->cuts[m];
         p->segments[m + 1] = *n_segments += n;
     }
+    rfi_group_order(g);
+    if (p->agreed) r = rfi_ranks_agree(p, 0, r, err);
+    rfi_group_order_end(g);
     if (r != RF_OK) rfi_group_plan_release((rf_prepared *)(void *)p);
     else *out = (rf_prepared *)(void *)p;
     return r;
@@ -18739,23 +19146,103 @@ static rf_result rfi_group_enter(rfi_group_plan *p, rfi_group_queue *q, uint32_t
     return r == RF_OK ? rfi_group_after(q, from, to, &q->last[to], err) : r;
 }
 
+/* Rows of a step in a buffer, as they go to another rank or come from it. n 0: none. */
+static rf_transfer rfi_rank_rows(const rfi_group_plan *p, uint32_t buffer, const rf_step *step, uint32_t peer,
+                                 int is_send) {
+    const rf_plan_buffer *b = &p->bind.plan->buffers[buffer];
+    const int logits = b->rows == RF_ROWS_LOGITS;
+    const uint64_t row = 4ull * b->width,
+                   at = p->bind.buffer_offset[buffer] + (logits ? row * step->first_logits_row : 0);
+    return (rf_transfer){{&rfi_group_mem_of(&p->bind.scratch)->mem[p->g->host_member], at},
+                         row * (logits ? step->n_logits : step->n_rows), peer, (uint32_t)is_send};
+}
+
+/* By layers: this rank's part in what member `to` takes from the current one. */
+static rf_result rfi_rank_enter(rfi_group_plan *p, rfi_group_queue *q, uint32_t to, const rf_step *step,
+                                rf_error *err) {
+    const uint32_t from = q->current, own = p->g->host_member;
+    rf_transfer t[RFI_MEMBERS];
+    uint32_t n = 0;
+    rf_result r = RF_OK;
+    for (uint32_t i = 0; own == to || own == from; i++) {
+        if (n == RFI_MEMBERS || (n && i == p->bind.plan->n_buffers)) r = rfi_rank_submit(p->g, q, t, n, err), n = 0;
+        if (r != RF_OK || i == p->bind.plan->n_buffers) break;
+        if (!p->enters[(uint64_t)to * p->bind.plan->n_buffers + i]) continue;
+        t[n] = rfi_rank_rows(p, i, step, own == to ? from : to, own == from);
+        n += t[n].n > 0;
+    }
+    return r == RF_OK && own == to ? rfi_rank_wait(p->g, &q->last[own], 1u << from, err) : r;
+}
+
+/* At the end of a step: what sessions read goes round, from rank `root`. */
+static rf_result rfi_rank_results(rfi_group_plan *p, rfi_group_queue *q, uint32_t root, const rf_step *step,
+                                  rf_error *err) {
+    const rf_plan *plan = p->bind.plan;
+    const uint32_t own = p->g->host_member,
+                   results[] = {plan->logits, plan->argmax, plan->hidden, plan->ops[plan->n_ops - 1].out};
+    rf_transfer t[4 * RFI_MEMBERS];
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < 4; i++) {
+        int again = results[i] == RF_NONE || (p->g->split && plan->buffers[results[i]].rows != RF_ROWS_LOGITS);
+        for (uint32_t k = 0; k < i; k++) again |= results[k] == results[i];
+        for (uint32_t m = 0; !again && m < p->g->n; m++) {
+            if (own == root ? m == own : m != root) continue;
+            t[n] = rfi_rank_rows(p, results[i], step, m, own == root);
+            n += t[n].n > 0;
+        }
+    }
+    q->current = own;
+    if (n == 0) return RF_OK;
+    const rf_result r = rfi_rank_submit(p->g, q, t, n, err);
+    return r == RF_OK ? rfi_rank_wait(p->g, &q->last[own], rfi_rank_peers(t, n), err) : r;
+}
+
+/* Before and after a rank's part in segments of a step. After a failure it has left, and *why is what it says. */
+static rf_result rfi_rank_begin(rfi_group_plan *p, rfi_group_queue *q, uint32_t first, rf_error *why) {
+    rf_result r = rfi_rank_check(p->g, why);
+    if (first > 0) return r;
+    if (r == RF_OK && p->g->in_step)
+        r = rfi_fail(why, RF_ERR_DEVICE, 0, "the step before was broken off, in which the others wait");
+    p->g->in_step = 1;
+    q->current = 0;
+    return r;
+}
+static rf_result rfi_rank_end(rfi_group_plan *p, rfi_group_queue *q, int is_last, const rf_step *step, rf_result r,
+                              rf_error *why) {
+    if (r == RF_OK && is_last) r = rfi_rank_results(p, q, p->g->split ? 0 : q->current, step, why);
+    if (r != RF_OK) return rfi_rank_left(p->g, 0, why, why);
+    if (is_last) p->g->in_step = 0;
+    return RF_OK;
+}
+
 static rf_result rfi_group_plan_run(rf_prepared *prepared, rf_queue *queue, uint32_t first, uint32_t last,
                                     const rf_step *step, rf_ticket *ticket, rf_error *err) {
     rfi_group_plan *p = rfi_group_plan_of(prepared);
     rfi_group_queue *q = rfi_group_queue_of(queue);
+    const uint32_t n_segments = p->g->split ? p->n_segments : p->segments[p->g->n];
+    rf_error why = {0}, *const end_err = err;
+    if (p->g->ranks) err = &why;
     rfi_group_order(p->g);
-    rf_result r = p->g->split ? rfi_shards_run(p, q, first, last, step, err) : RF_OK;
-    rfi_group_order_end(p->g);
+    rf_result r = p->g->ranks ? rfi_rank_begin(p, q, first, err) : RF_OK;
+    if (r == RF_OK && p->g->split) r = rfi_shards_run(p, q, first, last, step, err);
+    if (!p->g->ranks) rfi_group_order_end(p->g);
     for (uint32_t m = 0; r == RF_OK && !p->g->split && m < p->g->n; m++) {
         const uint32_t begin = p->segments[m], end = p->segments[m + 1];
         const uint32_t from = first > begin ? first : begin, to = last < end ? last : end;
         rf_ticket t = {0};
         if (from >= to) continue;
-        if (from == begin && begin > 0) r = rfi_group_enter(p, q, m, step, err);
+        if (p->g->ranks) r = rfi_rank_room(p->g, q, err);
+        if (r == RF_OK && from == begin && begin > 0)
+            r = p->g->ranks ? rfi_rank_enter(p, q, m, step, err) : rfi_group_enter(p, q, m, step, err);
         RFI_MEMBER(r, &p->g->members[m],
                    plan_run(p->prepared[m], q->queues[m], from - begin, to - begin, step, &t, &why), err);
         rfi_group_note(q, m, &t);
         q->current = m;
+    }
+    if (p->g->ranks) {
+        r = rfi_rank_end(p, q, last == n_segments, step, r, &why);
+        rfi_group_order_end(p->g);
+        if (r != RF_OK) rfi_fail_with(end_err, &why);
     }
     const rf_result ran = rfi_group_ticket(q, RF_OK, ticket); /* what was submitted runs, also after a failure */
     return r == RF_OK ? ran : r;
@@ -18827,6 +19314,9 @@ static const rf_device_api rfi_group_api = {
 
 static uint32_t rfi_group_size(const rf_device *d) { return d->api == &rfi_group_api ? rfi_group_of(d->dev)->n : 1; }
 static int rfi_device_shards(const rf_device *d) { return d->api == &rfi_group_api && rfi_group_of(d->dev)->split; }
+static uint32_t rfi_group_here(const rf_device *d) {
+    return d->api == &rfi_group_api && !rfi_group_of(d->dev)->ranks ? rfi_group_of(d->dev)->n : 1;
+}
 
 static void rfi_group_split(const rf_device *d, uint64_t bytes, uint64_t *part) {
     part[0] = bytes;
@@ -18837,13 +19327,15 @@ static void rfi_group_split(const rf_device *d, uint64_t bytes, uint64_t *part) 
     for (uint32_t m = 0; m < g->n; m++) {
         const rfi_member *member = &g->members[m];
         rf_device_info info = {0};
+        if (!member->dev) continue;
         const rf_result r = member->api->device_info(member->dev, &info, NULL);
         now[m] = r == RF_OK ? info.free_bytes : member->free_bytes;
         gpus += member->is_gpu ? (double)now[m] : 0;
     }
     bytes = rfi_min_u64(bytes, (uint64_t)1 << 62);
     for (uint32_t m = 0; m < g->n; m++)
-        if (gpus <= 0) part[m] = bytes / g->n;
+        if (!g->members[m].dev) part[m] = UINT64_MAX;
+        else if (gpus <= 0) part[m] = bytes / g->n;
         else part[m] = g->members[m].is_gpu ? (uint64_t)((double)bytes * ((double)now[m] / gpus)) : UINT64_MAX;
 }
 
@@ -19763,9 +20255,11 @@ static rf_result rfi_eval_choose(rf_session *s, uint32_t segment, uint32_t n_row
         const rf_op *op = &plan->ops[i];
         if (op->kind != RF_OP_EXPERTS) continue;
         const uint32_t slot = plan->weights[op->weight].slot;
+        const int elsewhere = rfi_group_size(s->m->device) > 1 && store->stored[op->weight].place == 0; /* a rank's */
+        if (elsewhere && store->cache.n_frames) continue;
         /* reading the route is a wait on a GPU: skip it if all experts are loaded and stay */
         int all = whole || (s->m->device->is_gpu && store->cache.n_frames == 0);
-        for (uint32_t e = 0; all && !whole && e < op->experts.n_experts; e++)
+        for (uint32_t e = 0; all && !whole && !elsewhere && e < op->experts.n_experts; e++)
             all = s->pinned[slot + e] || rfi_cell_is_ready(&store->tensors[slot + e].cell);
         if (all) {
             memset(s->chosen + slot, 1, op->experts.n_experts);
@@ -30693,6 +31187,8 @@ ROCMFORGE_API rf_result rf_drafter_open(rf_model *m, const rf_drafter_desc *desc
     if (d.max_drafts > RFI_MAX_DRAFTS || (d.ngram > RFI_DRAFT_RUN && d.ngram != RF_NONE))
         return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_drafter_open: max_drafts %u, ngram %u: at most %d and %d",
                         d.max_drafts, d.ngram, RFI_MAX_DRAFTS, RFI_DRAFT_RUN);
+    if (!d.fixed && rfi_group_size(m->device) != rfi_group_here(m->device))
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "rf_drafter_open: ranks want fixed 1, as their times differ");
     rf_result r = rfi_check_allocator(&d.allocator, &d.allocator, err);
     if (r == RF_OK && d.session) r = rfi_draft_vocabulary(m, d.session->m, err);
     uint32_t n_heads = 0;
@@ -33047,14 +33543,33 @@ static rf_result rfi_group_parse(const char *name, rfi_group *g, uint32_t *indic
     return r;
 }
 
+static rf_result rfi_ranks_missing(rf_error *err) {
+    return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "ranks: rocmforge_kernels.hip was compiled without -DROCMFORGE_RCCL");
+}
+
+/* One GPU, by name, with an id, and a kernels file with RCCL. */
+static rf_result rfi_ranks_check(const char *name, const rf_device_desc *desc, rf_error *err) {
+    const rf_device_api *hip = NULL;
+    if (desc->ranks > RFI_MEMBERS || desc->rank >= desc->ranks || !desc->rank_id)
+        return rfi_fail(err, RF_ERR_ARGUMENT, desc->rank, "rf_device_open: rank %u of %u%s: want an id, and one of at "
+                        "most %u", desc->rank, desc->ranks, desc->rank_id ? "" : " without an id", RFI_MEMBERS);
+    if (rfi_hip_index(name) < 0)
+        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_device_open: '%.64s': want one GPU for a rank, as hip:0", name);
+    const rf_result r = rfi_hip(&hip, err);
+    return r == RF_OK && !hip->rank_join ? rfi_ranks_missing(err) : r;
+}
+
 static rf_result rfi_device_open_named(rf_device *d, const char *name, const rf_device_desc *desc, rf_error *err) {
     uint32_t indices[RFI_MEMBERS] = {0};
     rfi_group g = {0};
-    rf_result r = strlen(name) < sizeof g.name ? rfi_group_parse(name, &g, indices, err)
+    rf_result r = desc->ranks > 1 ? rfi_ranks_check(name, desc, err) : RF_OK;
+    if (r != RF_OK) return r;
+    r = strlen(name) < sizeof g.name ? rfi_group_parse(name, &g, indices, err)
                                                : rfi_device_find(name, &d->api, indices, err);
     if (r != RF_OK) return r;
-    d->api = g.n == 1 ? g.members[0].api : &rfi_group_api;
-    return g.n == 1 ? d->api->device_open(indices[0], desc, &d->dev, err)
+    const int alone = g.n == 1 && desc->ranks <= 1;
+    d->api = alone ? g.members[0].api : &rfi_group_api;
+    return alone ? d->api->device_open(indices[0], desc, &d->dev, err)
                     : rfi_group_open(name, &g, indices, desc, &d->dev, err);
 }
 
@@ -33063,6 +33578,7 @@ ROCMFORGE_API rf_result rf_device_open(const char *name, const rf_device_desc *d
     rfi_clear(err);
     if (!out) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_device_open: out is NULL");
     *out = NULL;
+    if (resolved.rank_wait_ms == 0) resolved.rank_wait_ms = RFI_WAIT_MS;
     if (resolved.split > RF_SPLIT_TENSORS)
         return rfi_fail(err, RF_ERR_ARGUMENT, resolved.split, "rf_device_open: split %u is not known", resolved.split);
     rf_result r = rfi_check_allocator(&resolved.allocator, &resolved.allocator, err);
@@ -33073,8 +33589,9 @@ ROCMFORGE_API rf_result rf_device_open(const char *name, const rf_device_desc *d
     d->process = getpid();
     d->budget_bytes = resolved.budget_bytes;
     rfi_monitor_init(&d->monitor);
-    r = !name || strcmp(name, "auto") == 0 ? rfi_device_open_auto(d, &resolved, err)
-                                           : rfi_device_open_named(d, name, &resolved, err);
+    if (!name) name = "auto";
+    r = strcmp(name, "auto") == 0 && resolved.ranks <= 1 ? rfi_device_open_auto(d, &resolved, err)
+                                                         : rfi_device_open_named(d, name, &resolved, err);
     if (r != RF_OK) {
         rfi_monitor_destroy(&d->monitor);
         rfi_free(&resolved.allocator, d);
@@ -33083,6 +33600,15 @@ ROCMFORGE_API rf_result rf_device_open(const char *name, const rf_device_desc *d
     d->is_gpu = rf_device_get_info(d).is_gpu;
     *out = d;
     return RF_OK;
+}
+
+ROCMFORGE_API rf_result rf_rank_id(uint8_t *id, rf_error *err) {
+    const rf_device_api *hip = NULL;
+    rfi_clear(err);
+    if (!id) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_rank_id: id is NULL");
+    memset(id, 0, RF_RANK_ID_BYTES);
+    const rf_result r = rfi_hip(&hip, err);
+    return r != RF_OK ? r : hip->rank_id ? hip->rank_id(id, err) : rfi_ranks_missing(err);
 }
 
 ROCMFORGE_API rf_result rf_device_close(rf_device *d, rf_error *err) {
@@ -33383,6 +33909,8 @@ RFI_ONCE_CODE_END
  *          glm5-next: three parts of HYPER, rf_hyper_params.n_rounds; MLA whose key is as long as its values.
  *          deepseek4: op COMPRESS; rf_plan_state.unit, rows of blocks, which INDEX reads under RF_OP_LAST and ATTENTION
  *            beside positions: rf_attention_params.block_unit; RF_OP_SQRT_SOFTPLUS, and ROUTE's ids by token.
+          Ranks, a process a GPU: rf_rank_id, rf_device_desc.ranks, ROCMFORGE_RCCL. Section 2: rank_id to mem_forget,
+            rf_transfer, rf_plan_members.wait_ms, arrives.
  *   0.2.0  Renames and one rule for each kind of call; old -> new:
  *            rf_eval, rf_forward                 -> rf_session_eval, rf_session_forward
  *            rf_row                              -> rf_token_row

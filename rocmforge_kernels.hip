@@ -61,6 +61,11 @@
 #define hipGetDevice cudaGetDevice
 #define hipDeviceCanAccessPeer cudaDeviceCanAccessPeer
 #define hipDeviceEnablePeerAccess cudaDeviceEnablePeerAccess
+#define hipIpcMemHandle_t cudaIpcMemHandle_t
+#define hipIpcGetMemHandle cudaIpcGetMemHandle
+#define hipIpcOpenMemHandle cudaIpcOpenMemHandle
+#define hipIpcCloseMemHandle cudaIpcCloseMemHandle
+#define hipIpcMemLazyEnablePeerAccess cudaIpcMemLazyEnablePeerAccess
 #define hipSetDevice cudaSetDevice
 #define hipGetDeviceProperties cudaGetDeviceProperties
 #define hipMemGetInfo cudaMemGetInfo
@@ -95,6 +100,18 @@
 #include <hip/hip_fp16.h>
 #define RFK_SHARED(T, name) __shared__ T name
 #define RFK_DYNAMIC(T, name) extern __shared__ T name[]
+#endif
+
+/* Ranks: RCCL, or NCCL, whose calls are the same. */
+#if defined(ROCMFORGE_RCCL)
+#if defined(RFK_NVIDIA)
+#include <nccl.h>
+#elif !defined(ROCMFORGE_HIP_EMU)
+#include <rccl/rccl.h>
+#endif
+#if NCCL_VERSION_CODE < 21400
+#error "ROCMFORGE_RCCL wants RCCL of ROCm 5.6 or NCCL 2.14: older ones wait for other ranks without end"
+#endif
 #endif
 
 #if defined(__clang__) || defined(RFK_NVIDIA)
@@ -8148,7 +8165,9 @@ struct rfk_members_args {
     const float *in;
     float *out;
     uint32_t in_stride, out_stride, n, n_rows, accumulate, index;
-    uint32_t pushed; /* the product has written this member's part */
+    uint32_t polls;   /* until a wait is given up */
+    uint32_t pushed;  /* the product has written this member's part */
+    uint32_t arrived; /* as rf_plan_members.arrives */
     uint32_t n_members, rank;
     uint64_t part_values;        /* of a part without flags */
     char *block[RF_MAX_MEMBERS]; /* the members' */
@@ -8159,13 +8178,15 @@ struct rfk_members_args {
 #if defined(ROCMFORGE_HIP_EMU) /* which runs threads in turn; small models have both kinds of sums */
 #define RFK_MEMBER_BLOCKS 3u
 #define RFK_MEMBER_FLAGGED 1000u
+#define RFK_MEMBER_ASKS 1u
+#define RFK_MEMBER_POLLS 5u
 #else
 #define RFK_MEMBER_BLOCKS RF_SUM_BLOCKS
 #define RFK_MEMBER_FLAGGED RF_SUM_FLAGGED
+#define RFK_MEMBER_ASKS 4096u  /* polls of a flag between two looks at trouble[0], which is host memory */
+#define RFK_MEMBER_POLLS 2200u /* in a millisecond, or in half of one */
 #endif
 #define RFK_MEMBER_BLOCK 512           /* threads of a sum of many values */
-#define RFK_MEMBER_POLLS (1u << 25) /* of a flag, until a wait is given up: 10 to 20 seconds */
-#define RFK_MEMBER_ASKS 4096u       /* polls between two looks at trouble[0], which is host memory */
 
 /* A wait of one thread for one member. */
 struct rfk_sum_wait {
@@ -8183,7 +8204,7 @@ RFK_DEVICE bool rfk_waits_on(const rfk_members_args &a, rfk_sum_wait &w, uint32_
     if (!alone && ++w.polls % RFK_MEMBER_ASKS) return true;
     const uint32_t stopped = rfk_load_far(a.trouble);
     if (stopped == w.epoch || stopped == RF_NO_EPOCH) return false;
-    if (!alone && w.polls < RFK_MEMBER_POLLS) return true;
+    if (!alone && w.polls < a.polls) return true;
     if (atomicAdd(&w.own->reports, 1u) == 0) {
         uint32_t *say = a.trouble + RF_TROUBLE_WORDS * (1 + a.rank);
         say[RF_TROUBLE_SUM] = a.index;
@@ -8263,12 +8284,12 @@ static __global__ void RFK_THREADS(RFK_MEMBER_BLOCK) rfk_sum_members(rfk_members
     rfk_wait_previous();
     const uint32_t turn = own ? a.now[0] + a.index : 0, epoch = own ? a.now[1] : 0;
     RFK_UNROLL(4)
-    for (uint32_t i = own && !a.pushed ? first : total; i < total; i += step) {
+    for (uint32_t i = own && !a.pushed && !a.arrived ? first : total; i < total; i += step) {
         const float4 v = *rfk_sum_at(a.in, a.in_stride, n4, i);
         for (uint32_t k = 0; k < a.n_members; k++)
             if (k != a.rank) rfk_sum_part(a, k, a.rank, turn)[i] = v;
     }
-    if (own) {
+    if (own && !a.arrived) {
         __threadfence_system();
         __syncthreads();
         const bool pairs = threadIdx.x < a.n_members && threadIdx.x != a.rank; /* a thread for each of the others */
@@ -10029,7 +10050,7 @@ struct rf_dev {
     int index;
     uint32_t wave;
     rf_device_info info;
-    pthread_mutex_t lock; /* guards pinned and known */
+    pthread_mutex_t lock; /* guards pinned, known, comm */
     rfk_pinned *pinned;
     rfk_known_config known[RFK_KNOWN_CONFIGS]; /* a ring buffer of the last ones */
     uint32_t n_known;     /* ever found */
@@ -10041,6 +10062,10 @@ struct rf_dev {
     int units_f16, units_bf16; /* matrix units multiply prompts with such weights */
     int wgmma;                 /* rfk_matmul_wgmma is compiled in and right */
     int direct;                /* rfk_few_direct is compiled in */
+#if defined(ROCMFORGE_RCCL)
+    ncclComm_t comm;           /* NULL: it is no rank, or has left; guarded by lock */
+#endif
+    uint32_t wait_ms;          /* for other ranks; 0: it is none */
     uint32_t shared_bytes;     /* dynamic shared memory of a block of rfk_flash, at most */
 };
 #define RFK_WRONG_BYTES 1u  /* of int8: weights are multiplied without tiles */
@@ -10324,7 +10349,7 @@ static rf_result rfk_mem_create(rf_dev *d, uint64_t size_bytes, rf_mem *out, rf_
 
 /* Memory of hipMalloc is coherent between AMD's GPUs at the end of a kernel only. */
 static rf_result rfk_shared_create(rf_dev *d, uint64_t size_bytes, rf_mem *out, rf_error *err) {
-#if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
+#if defined(RFK_NVIDIA)
     return rfk_mem_create(d, size_bytes, out, err);
 #else
     rfk_scope scope(d->index);
@@ -10381,8 +10406,10 @@ static rf_result rfk_device_info(rf_dev *d, rf_device_info *out, rf_error *err) 
  * When a function that takes a queue fails, nothing of the queue is running any more: the caller may free its memory.
  * */
 
+static void rfk_rank_leave(rf_dev *d);
 static rf_result rfk_settle(rf_queue *q, rf_result r) {
     if (r != RF_OK) {
+        rfk_rank_leave(q->dev); /* else the queue might wait for another rank without end */
         (void)hipStreamSynchronize(q->stream);
         (void)hipGetLastError();
     }
@@ -10493,6 +10520,159 @@ static double rfk_now(void) {
 }
 
 /* Polls without sleeping for 2 ms, the time of a decode step, then every 50 us. */
+static void rfk_no_ticket(rf_ticket *ticket) {
+    if (ticket) memset(ticket, 0, sizeof *ticket);
+}
+
+static rf_result rfk_range(const rf_mem *mem, uint64_t offset, uint64_t n, const char *what, rf_error *err) {
+    if (offset <= mem->size_bytes && n <= mem->size_bytes - offset) return RF_OK;
+    return rfk_fail(err, RF_ERR_ARGUMENT, 0, offset, "hip: %s of %llu bytes at %llu, the block has %llu", what,
+                    (unsigned long long)n, (unsigned long long)offset, (unsigned long long)mem->size_bytes);
+}
+
+/* ---- ranks ----
+ * Processes with a GPU each, joined by a communicator that does not block: what is in progress is asked for until a
+ * time-out. After a failure a rank has left, since what it would send next is not what the others wait for. */
+
+#if defined(ROCMFORGE_RCCL)
+static_assert(sizeof(ncclUniqueId) == RF_RANK_ID_BYTES, "an id");
+
+#define RFK_HAS_LEFT ncclNumResults /* there is no communicator */
+
+static ncclResult_t rfk_comm_state(rf_dev *d) {
+    ncclResult_t e = RFK_HAS_LEFT;
+    pthread_mutex_lock(&d->lock);
+    if (d->comm) {
+        const ncclResult_t asked = ncclCommGetAsyncError(d->comm, &e);
+        if (asked != ncclSuccess) e = asked;
+    }
+    pthread_mutex_unlock(&d->lock);
+    return e;
+}
+
+/* The result of a call, e, when it is no longer in progress. */
+static rf_result rfk_comm_wait(rf_dev *d, ncclResult_t e, const char *call, rf_error *err) {
+    const double start = rfk_now();
+    while (e == ncclInProgress && (rfk_now() - start) * 1e3 < (double)d->wait_ms) {
+        const struct timespec nap = {0, 10000};
+        e = rfk_comm_state(d);
+        if (e == ncclInProgress) nanosleep(&nap, NULL);
+    }
+    if (e == ncclSuccess) return RF_OK;
+    if (e == ncclInProgress)
+        return rfk_fail(err, RF_ERR_DEVICE, (int)e, 0, "%s: %s: not finished after %u ms", d->info.name, call,
+                        d->wait_ms);
+    return rfk_fail(err, RF_ERR_DEVICE, (int)e, 0, "%s: %s: %s", d->info.name, call,
+                    e == RFK_HAS_LEFT ? "this rank has left" : ncclGetErrorString(e));
+}
+
+static rf_result rfk_rank_id(uint8_t *id, rf_error *err) {
+    ncclUniqueId made;
+    const ncclResult_t e = ncclGetUniqueId(&made);
+    if (e != ncclSuccess)
+        return rfk_fail(err, RF_ERR_DEVICE, (int)e, 0, "hip: ncclGetUniqueId: %s", ncclGetErrorString(e));
+    memcpy(id, &made, sizeof made);
+    return RF_OK;
+}
+
+static void rfk_rank_leave(rf_dev *d) {
+    pthread_mutex_lock(&d->lock);
+    if (d->comm) (void)ncclCommAbort(d->comm);
+    d->comm = NULL;
+    pthread_mutex_unlock(&d->lock);
+}
+
+static rf_result rfk_rank_join(rf_dev *d, const rf_device_desc *desc, rf_error *err) {
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    ncclUniqueId id;
+    ncclComm_t comm = NULL;
+    rfk_scope scope(d->index);
+    if (scope.error != hipSuccess) return rfk_check_scope(d, scope, err);
+    memcpy(&id, desc->rank_id, sizeof id);
+    config.blocking = 0;
+    d->wait_ms = desc->rank_wait_ms;
+    const ncclResult_t e = ncclCommInitRankConfig(&comm, (int)desc->ranks, id, (int)desc->rank, &config);
+    d->comm = comm;
+    const rf_result r = rfk_comm_wait(d, e, "ncclCommInitRankConfig", err);
+    if (r != RF_OK) rfk_rank_leave(d);
+    return r;
+}
+
+/* When nothing is in flight: others may still read what this rank has sent. */
+static void rfk_rank_finish(rf_dev *d) {
+    pthread_mutex_lock(&d->lock);
+    const ncclResult_t e = d->comm ? ncclCommFinalize(d->comm) : RFK_HAS_LEFT;
+    pthread_mutex_unlock(&d->lock);
+    if (rfk_comm_wait(d, e, "ncclCommFinalize", NULL) == RF_OK) {
+        (void)ncclCommDestroy(d->comm);
+        d->comm = NULL;
+    }
+    rfk_rank_leave(d);
+}
+
+static ncclResult_t rfk_transfer_all(rf_queue *q, const rf_transfer *t, uint32_t n) {
+    ncclResult_t e = ncclGroupStart();
+    if (e != ncclSuccess) return e;
+    for (uint32_t i = 0; (e == ncclSuccess || e == ncclInProgress) && i < n; i++) {
+        char *at = (char *)t[i].at.mem->base + t[i].at.offset;
+        const int peer = (int)t[i].peer;
+        e = t[i].is_send ? ncclSend(at, (size_t)t[i].n, ncclInt8, peer, q->dev->comm, q->stream)
+                         : ncclRecv(at, (size_t)t[i].n, ncclInt8, peer, q->dev->comm, q->stream);
+    }
+    const ncclResult_t end = ncclGroupEnd();
+    return e == ncclSuccess || e == ncclInProgress ? end : e;
+}
+
+static rf_result rfk_transfer(rf_queue *q, const rf_transfer *t, uint32_t n, rf_ticket *ticket, rf_error *err) {
+    rf_dev *d = q->dev;
+    rf_result r = RF_OK;
+    ncclResult_t e = RFK_HAS_LEFT;
+    rfk_no_ticket(ticket);
+    rfk_scope scope(d->index);
+    if (scope.error != hipSuccess) return rfk_enter_queue(q, scope, err);
+    for (uint32_t i = 0; r == RF_OK && i < n; i++) r = rfk_range(t[i].at.mem, t[i].at.offset, t[i].n, "transfer", err);
+    if (r != RF_OK) return r;
+    pthread_mutex_lock(&q->submit);
+    pthread_mutex_lock(&d->lock);
+    if (d->comm) e = rfk_transfer_all(q, t, n);
+    pthread_mutex_unlock(&d->lock);
+    return rfk_end_submit(q, rfk_comm_wait(d, e, "ncclGroupEnd", err), ticket, err);
+}
+
+static_assert(sizeof(hipIpcMemHandle_t) == RF_HANDLE_BYTES, "a handle");
+
+static rf_result rfk_mem_export(rf_dev *d, const rf_mem *mem, uint8_t *handle, rf_error *err) {
+    hipIpcMemHandle_t of;
+    rfk_scope scope(d->index);
+    if (scope.error != hipSuccess) return rfk_check_scope(d, scope, err);
+    const rf_result r = rfk_check(d, err, hipIpcGetMemHandle(&of, mem->base), "hipIpcGetMemHandle", "memory", 0);
+    if (r == RF_OK) memcpy(handle, &of, sizeof of);
+    return r;
+}
+
+static rf_result rfk_mem_import(rf_dev *d, const uint8_t *handle, uint64_t size_bytes, rf_mem *out, rf_error *err) {
+    hipIpcMemHandle_t of;
+    rfk_scope scope(d->index);
+    memset(out, 0, sizeof *out);
+    if (scope.error != hipSuccess) return rfk_check_scope(d, scope, err);
+    memcpy(&of, handle, sizeof of);
+    const rf_result r = rfk_check(d, err, hipIpcOpenMemHandle(&out->base, of, hipIpcMemLazyEnablePeerAccess),
+                                  "hipIpcOpenMemHandle", "memory of another rank", 0);
+    if (r == RF_OK) out->size_bytes = size_bytes;
+    else out->base = NULL;
+    return r;
+}
+
+static void rfk_mem_forget(rf_dev *d, rf_mem *mem) {
+    rfk_scope scope(d->index);
+    if (mem->base) (void)hipIpcCloseMemHandle(mem->base);
+    memset(mem, 0, sizeof *mem);
+}
+#else
+static void rfk_rank_leave(rf_dev *d) { (void)d; }
+static void rfk_rank_finish(rf_dev *d) { (void)d; }
+#endif
+
 static rf_result rfk_ticket_wait(const rf_ticket *ticket, uint32_t timeout_ms, rf_error *err) {
     if (!ticket || !ticket->queue || ticket->value == 0) return RF_OK;
     rf_dev *d = ticket->queue->dev;
@@ -10506,6 +10686,11 @@ static rf_result rfk_ticket_wait(const rf_ticket *ticket, uint32_t timeout_ms, r
         double waited = rfk_now() - start;
         if (waited * 1e3 > (double)timeout_ms)
             return rfk_fail(err, RF_ERR_DEVICE, 0, 0, "%s: not finished after %u ms", d->info.name, timeout_ms);
+#if defined(ROCMFORGE_RCCL)
+        const ncclResult_t state = waited > 2e-3 && d->wait_ms ? rfk_comm_state(d) : ncclSuccess;
+        if (state != ncclSuccess && state != ncclInProgress)
+            return rfk_comm_wait(d, state, "ncclSend or ncclRecv", err);
+#endif
         if (waited > 2e-3) {
             struct timespec nap = {0, 50000};
             nanosleep(&nap, NULL);
@@ -10559,16 +10744,6 @@ static rf_result rfk_copy_in(rf_queue *q, char *dst, const void *src, uint64_t n
         if (r == RF_OK) r = rfk_staging_record(q, half, err);
     }
     return r;
-}
-
-static rf_result rfk_range(const rf_mem *mem, uint64_t offset, uint64_t n, const char *what, rf_error *err) {
-    if (offset <= mem->size_bytes && n <= mem->size_bytes - offset) return RF_OK;
-    return rfk_fail(err, RF_ERR_ARGUMENT, 0, offset, "hip: %s of %llu bytes at %llu, the block has %llu", what,
-                    (unsigned long long)n, (unsigned long long)offset, (unsigned long long)mem->size_bytes);
-}
-
-static void rfk_no_ticket(rf_ticket *ticket) {
-    if (ticket) memset(ticket, 0, sizeof *ticket);
 }
 
 static rf_result rfk_mem_write(rf_queue *q, const rf_mem *dst, uint64_t offset, const void *src, uint64_t n,
@@ -10688,6 +10863,7 @@ static rf_result rfk_draw_tokens(rf_queue *q, const rf_mem *mem, const rf_draw_b
 
 static void rfk_device_close(rf_dev *d) {
     rf_allocator allocator = d->allocator;
+    rfk_rank_finish(d);
     pthread_mutex_destroy(&d->lock);
     rfk_free(&allocator, d);
 }
@@ -11587,12 +11763,14 @@ static rfk_members_args rfk_members_of(const rf_prepared *p) {
     memset(&a, 0, sizeof a);
     a.n_members = members->n;
     a.rank = members->rank;
-    a.part_values = (members->blocks->size_bytes - RF_SUM_HEAD_BYTES -
+    a.part_values = (members->blocks[a.rank].size_bytes - RF_SUM_HEAD_BYTES -
                      (uint64_t)2 * members->n * RF_SUM_FLAGGED * sizeof(uint64_t)) /
                     (2 * members->n * sizeof(float));
     a.trouble = members->trouble;
+    a.polls = RFK_MEMBER_POLLS * (members->wait_ms < 1000000 ? members->wait_ms : 1000000);
     a.now = p->now;
-    for (uint32_t k = 0; k < members->n; k++) a.block[k] = (char *)members->blocks[k].base;
+    for (uint32_t k = 0; k < members->n; k++) /* of a rank that it has no access to: not used */
+        a.block[k] = (char *)members->blocks[members->blocks[k].base ? k : a.rank].base;
     return a;
 }
 
@@ -12548,7 +12726,8 @@ static bool rfk_is_fused_alone(const rf_prepared *p, uint32_t i) {
 enum { RFK_PUSHES_NOT, RFK_PUSHES_FLAGGED, RFK_PUSHES_PARTS };
 static int rfk_pushes(const rf_prepared *p, const rf_step *step, uint32_t i) {
     const rf_op *op = &p->plan->ops[i];
-    if (!p->members || p->events || i + 1 >= p->plan->n_ops || op[1].kind != RF_OP_SUM || op->kind != RF_OP_MATMUL ||
+    if (!p->members || p->members->arrives || p->events || i + 1 >= p->plan->n_ops || op[1].kind != RF_OP_SUM ||
+        op->kind != RF_OP_MATMUL ||
         op->out != op[1].in)
         return RFK_PUSHES_NOT;
     if ((uint64_t)op->matmul.n_out * step->n_rows > RFK_MEMBER_FLAGGED)
@@ -13061,8 +13240,9 @@ static rf_result rfk_run_sum(const rfk_launching *l) {
     a.n_rows = l->n_rows;
     a.accumulate = l->op->flags & RF_OP_ACCUMULATE;
     a.index = l->op->sum.index;
+    a.arrived = p->members && p->members->arrives;
     a.pushed = l->index > 0 && rfk_pushes(p, l->step, l->index - 1) != RFK_PUSHES_NOT;
-    if (!p->members || (uint64_t)a.n * a.n_rows > RFK_MEMBER_FLAGGED)
+    if (!p->members || a.arrived || (uint64_t)a.n * a.n_rows > RFK_MEMBER_FLAGGED)
         return rfk_enqueue_early(l, rfk_sum_members, dim3(RFK_MEMBER_BLOCKS), RFK_MEMBER_BLOCK, a);
     const uint32_t want = rfk_ceil_div((uint64_t)a.n * a.n_rows / 2, RFK_BLOCK);
     return rfk_enqueue_early(l, rfk_sum_flagged, dim3(want < RFK_MEMBER_BLOCKS ? want : RFK_MEMBER_BLOCKS), RFK_BLOCK,
@@ -14376,6 +14556,11 @@ extern "C" const rf_device_api *rocmforge_hip_api(void) {
         rfk_ticket_done, rfk_ticket_wait, rfk_queue_after,
         rfk_op_supported, rfk_plan_bytes, rfk_plan_prepare, rfk_plan_run, rfk_plan_ready, rfk_plan_release,
         rfk_plan_stats, rfk_times,
+#if defined(ROCMFORGE_RCCL)
+        rfk_rank_id, rfk_rank_join, rfk_rank_leave, rfk_transfer, rfk_mem_export, rfk_mem_import, rfk_mem_forget,
+#else
+        NULL, NULL, NULL, NULL, NULL, NULL, NULL,
+#endif
     };
     return &api;
 }

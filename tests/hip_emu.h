@@ -26,7 +26,7 @@ enum { HIP_EMU_LATE = 0, HIP_EMU_EAGER = 1, HIP_EMU_SHUFFLED = 2 };
 
 /* What there is: nothing of it may be left when everything is closed. */
 typedef struct hip_emu_counts {
-    uint32_t allocations, host_allocations, streams, events, graphs;
+    uint32_t allocations, host_allocations, streams, events, graphs, comms; /* comms: rccl_emu.h */
     uint64_t calls;    /* of the API since the start */
     uint64_t launches; /* kernels executed           */
     uint64_t replays;  /* graphs launched            */
@@ -88,8 +88,11 @@ void hip_emu_guard(void *p, size_t n, int on);
 #include <stdlib.h>
 #include <string.h>
 #include <math.h>
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <deque>
 #include <functional>
@@ -731,6 +734,7 @@ struct hip_emu_stream_state {
     int device;
     bool hangs; /* an item never ends */
     bool busy;  /* its item rests */
+    bool waits; /* its item waits for another process */
     std::deque<std::function<void()> > work;
     uint64_t issued, done;
     std::shared_ptr<std::vector<std::function<void()> > > captured; /* while capturing */
@@ -758,7 +762,10 @@ struct hip_emu_state {
     std::recursive_mutex lock;
     std::map<char *, size_t> device_memory, host_memory;
     std::vector<hipStream_t> streams;
-    unsigned n_events, n_graphs;
+    bool again; /* set by an item that must run again: it waits for another process */
+    std::map<char *, int> exported;                 /* memory that other processes can map: its file */
+    std::map<char *, size_t> imported;              /* theirs, which is in device_memory, too */
+    unsigned n_events, n_graphs, n_comms;
     uint64_t calls, launches, replays, fail_call, fail_work, flip;
     bool fail_forever, broken;
     int n_devices, n_units, count_error, no_kernels, order, stale_graphs;
@@ -770,7 +777,7 @@ struct hip_emu_state {
     uint64_t peer_copies;
     float elapsed_ms;
     uint32_t random;
-    hip_emu_state() : n_events(0), n_graphs(0), calls(0), launches(0), replays(0), fail_call(0), fail_work(0), flip(0),
+    hip_emu_state() : again(false), n_events(0), n_graphs(0), n_comms(0), calls(0), launches(0), replays(0), fail_call(0), fail_work(0), flip(0),
                       fail_forever(false), broken(false), n_devices(2), n_units(5), count_error(0), no_kernels(0),
                       order(HIP_EMU_LATE), stale_graphs(0), peers_open(), peers(0), peer_copies(0), elapsed_ms(-1),
                       random(1) {
@@ -786,6 +793,7 @@ static hip_emu_state &hip_emu() {
 typedef std::lock_guard<std::recursive_mutex> hip_emu_guard_lock;
 #define HIP_EMU_LOCK hip_emu_guard_lock hip_emu_locked(hip_emu().lock)
 
+#define HIP_EMU_ELSEWHERE 4 /* the device of another process's memory */
 static thread_local int hip_emu_device; /* the thread's current device */
 
 static uint32_t hip_emu_random(void) {
@@ -808,9 +816,27 @@ static void hip_emu_force(const std::shared_ptr<hip_emu_stream_state> &s, uint64
         s->work.pop_front();
         if (hip_emu().fail_work && --hip_emu().fail_work == 0) hip_emu().lost[s->device] = true;
         s->busy = true;
+        hip_emu().again = false;
         if (!hip_emu().lost[s->device] && !hip_emu().broken) item();
         s->busy = false;
+        s->waits = hip_emu().again;
+        hip_emu().again = false;
+        if (s->waits) return s->work.push_front(item);
         s->done++;
+    }
+}
+
+/* The same for the host, which waits for other processes, too. Called without the lock. */
+static void hip_emu_finish(const std::shared_ptr<hip_emu_stream_state> &s, uint64_t until) {
+    for (int n = 0;; n++) {
+        {
+            hip_emu_guard_lock locked(hip_emu().lock);
+            hip_emu_force(s, until);
+            if (!s->waits || s->done >= until) return;
+        }
+        const struct timespec nap = {0, 100000};
+        if (n > 600000) hip_emu_die("a wait for another process without end");
+        nanosleep(&nap, nullptr);
     }
 }
 
@@ -952,8 +978,13 @@ static inline hipError_t hip_emu_free(std::map<char *, size_t> &blocks, void *p)
     std::map<char *, size_t>::iterator i = blocks.find(static_cast<char *>(p));
     if (i == blocks.end()) hip_emu_die("freed what is not an allocation");
     hip_emu_guard(p, i->second, 0);
+    const size_t size_bytes = i->second;
     blocks.erase(i);
-    free(p);
+    std::map<char *, int>::iterator file = hip_emu().exported.find(static_cast<char *>(p));
+    if (file == hip_emu().exported.end()) return free(p), r;
+    munmap(p, size_bytes);
+    close(file->second);
+    hip_emu().exported.erase(file);
     return r;
 }
 static inline hipError_t hipMalloc(void **p, size_t size_bytes) {
@@ -961,6 +992,65 @@ static inline hipError_t hipMalloc(void **p, size_t size_bytes) {
     if (size_bytes > hip_emu_free_bytes()) return *p = nullptr, hipErrorOutOfMemory;
     const hipError_t r = hip_emu_malloc(hip_emu().device_memory, p, size_bytes);
     if (*p) hip_emu().device_of[static_cast<char *>(*p)] = hip_emu_device;
+    return r;
+}
+/* Fine-grained memory can be exported: it is a file, which other processes find by its number in this one. */
+#define hipDeviceMallocFinegrained 1u
+static inline hipError_t hipExtMallocWithFlags(void **p, size_t size_bytes, unsigned) {
+    HIP_EMU_LOCK;
+    const hipError_t r = hip_emu_call(hipErrorOutOfMemory);
+    *p = nullptr;
+    if (r != hipSuccess) return r;
+    const int file = size_bytes && size_bytes <= hip_emu_free_bytes() ? memfd_create("hip_emu", MFD_CLOEXEC) : -1;
+    if (file < 0) return hipErrorOutOfMemory;
+    void *map = ftruncate(file, static_cast<off_t>(size_bytes)) == 0
+                    ? mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0) : MAP_FAILED;
+    if (map == MAP_FAILED) return close(file), hipErrorOutOfMemory;
+    memset(map, 0xff, size_bytes);
+    *p = map;
+    hip_emu().device_memory[static_cast<char *>(map)] = size_bytes;
+    hip_emu().device_of[static_cast<char *>(map)] = hip_emu_device;
+    hip_emu().exported[static_cast<char *>(map)] = file;
+    return hipSuccess;
+}
+typedef struct { char reserved[64]; } hipIpcMemHandle_t;
+#define hipIpcMemLazyEnablePeerAccess 1u
+static inline hipError_t hipIpcGetMemHandle(hipIpcMemHandle_t *handle, void *p) {
+    HIP_EMU_LOCK;
+    const hipError_t r = hip_emu_call();
+    if (r != hipSuccess) return r;
+    if (!hip_emu().exported.count(static_cast<char *>(p))) return hipErrorInvalidValue;
+    memset(handle, 0, sizeof *handle);
+    snprintf(handle->reserved, sizeof handle->reserved, "/proc/%d/fd/%d", static_cast<int>(getpid()),
+             hip_emu().exported[static_cast<char *>(p)]);
+    return hipSuccess;
+}
+static inline hipError_t hipIpcOpenMemHandle(void **p, hipIpcMemHandle_t handle, unsigned) {
+    HIP_EMU_LOCK;
+    const hipError_t r = hip_emu_call();
+    *p = nullptr;
+    if (r != hipSuccess) return r;
+    if (hip_emu().peers == HIP_EMU_PEERS_REFUSED) return hipErrorInvalidValue;
+    struct stat s;
+    const int file = open(handle.reserved, O_RDWR);
+    if (file < 0 || fstat(file, &s) != 0) return hipErrorInvalidValue;
+    void *map = mmap(nullptr, static_cast<size_t>(s.st_size), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    close(file);
+    if (map == MAP_FAILED) return hipErrorOutOfMemory;
+    *p = map;
+    hip_emu().device_memory[static_cast<char *>(map)] = static_cast<size_t>(s.st_size);
+    hip_emu().device_of[static_cast<char *>(map)] = HIP_EMU_ELSEWHERE;
+    hip_emu().imported[static_cast<char *>(map)] = static_cast<size_t>(s.st_size);
+    return hipSuccess;
+}
+static inline hipError_t hipIpcCloseMemHandle(void *p) {
+    HIP_EMU_LOCK;
+    const hipError_t r = hip_emu_call();
+    std::map<char *, size_t>::iterator i = hip_emu().imported.find(static_cast<char *>(p));
+    if (i == hip_emu().imported.end()) hip_emu_die("closed what is not another process's memory");
+    munmap(p, i->second);
+    hip_emu().device_memory.erase(i->first);
+    hip_emu().imported.erase(i);
     return r;
 }
 static inline hipError_t hipFree(void *p) { HIP_EMU_LOCK; return hip_emu_free(hip_emu().device_memory, p); }
@@ -979,22 +1069,23 @@ static inline hipError_t hipStreamCreateWithFlags(hipStream_t *out, unsigned fla
     if (r != hipSuccess) return r;
     *out = new std::shared_ptr<hip_emu_stream_state>(new hip_emu_stream_state);
     (**out)->device = hip_emu_device;
-    (**out)->hangs = (**out)->busy = false;
+    (**out)->hangs = (**out)->busy = (**out)->waits = false;
     (**out)->issued = (**out)->done = 0;
     hip_emu().streams.push_back(*out);
     return hipSuccess;
 }
+static hipError_t hip_emu_locked_call() { HIP_EMU_LOCK; return hip_emu_call(); }
 static inline hipError_t hipStreamSynchronize(hipStream_t s) {
+    const hipError_t r = hip_emu_locked_call();
+    if (r == hipSuccess || r == hipErrorLaunchFailure) hip_emu_finish(*s, (*s)->issued);
     HIP_EMU_LOCK;
-    hipError_t r = hip_emu_call();
-    if (r == hipSuccess || r == hipErrorLaunchFailure) hip_emu_force(*s, (*s)->issued);
     if ((*s)->hangs && hip_emu().peers == HIP_EMU_PEERS_HANG) hip_emu_die("a wait without end");
     return r == hipSuccess && hip_emu().lost[(*s)->device] ? hipErrorLaunchFailure : r;
 }
 static inline hipError_t hipStreamDestroy(hipStream_t s) {
+    const hipError_t r = hip_emu_locked_call();
+    hip_emu_finish(*s, (*s)->issued);
     HIP_EMU_LOCK;
-    hipError_t r = hip_emu_call();
-    hip_emu_force(*s, (*s)->issued);
     if ((*s)->hangs && hip_emu().peers == HIP_EMU_PEERS_HANG) hip_emu_die("a wait without end");
     for (size_t i = 0; i < hip_emu().streams.size(); i++)
         if (hip_emu().streams[i] == s) {
@@ -1049,10 +1140,10 @@ static inline hipError_t hipEventQuery(hipEvent_t e) {
     return hip_emu().lost[e->device] ? hipErrorLaunchFailure : hipSuccess;
 }
 static inline hipError_t hipEventSynchronize(hipEvent_t e) {
-    HIP_EMU_LOCK;
-    hipError_t r = hip_emu_call();
+    const hipError_t r = hip_emu_locked_call();
     if (r != hipSuccess) return r;
-    if (e->stream) hip_emu_force(e->stream, e->at);
+    if (e->stream) hip_emu_finish(e->stream, e->at);
+    HIP_EMU_LOCK;
     return hip_emu().lost[e->device] ? hipErrorLaunchFailure : hipSuccess;
 }
 static inline hipError_t hipEventElapsedTime(float *ms, hipEvent_t a, hipEvent_t b) {
@@ -1072,7 +1163,10 @@ static inline hipError_t hipStreamWaitEvent(hipStream_t s, hipEvent_t e, unsigne
     std::shared_ptr<hip_emu_stream_state> other = e->stream;
     uint64_t at = e->at;
     if (!other) return hipSuccess;
-    return hip_emu_enqueue(s, [other, at] { hip_emu_force(other, at); });
+    return hip_emu_enqueue(s, [other, at] {
+        hip_emu_force(other, at);
+        if (other->waits && other->done < at) hip_emu().again = true;
+    });
 }
 
 /* The device that a block belongs to. */
@@ -1114,7 +1208,7 @@ static inline hipError_t hipMemcpyAsync(void *dst, const void *src, size_t n, hi
     const int how = peer == here ? HIP_EMU_PEERS_OK : hip_emu().peers;
     if (peer != here) hip_emu().peer_copies++;
     if (kind == hipMemcpyDeviceToDevice && hip_emu_owner(dst) != here) hip_emu_die("a copy to another device's memory");
-    if (peer != here && !hip_emu().peers_open[here][peer]) hip_emu_die("a copy from a peer without access to it");
+    if (peer != here && peer != HIP_EMU_ELSEWHERE && !hip_emu().peers_open[here][peer]) hip_emu_die("a copy from a peer without access to it");
     if (how == HIP_EMU_PEERS_HANG) (*s)->hangs = true;
     return hip_emu_enqueue(s, [=] {
         if (!hip_emu_lies_in(*from, src, n) || !hip_emu_lies_in(*to, dst, n))
@@ -1294,6 +1388,13 @@ static std::unique_ptr<hip_emu_machine> hip_emu_begin(const hip_emu_machine &lik
     return own;
 }
 
+/* Other processes may write what a block waits for. */
+static bool hip_emu_others() {
+    const struct timespec nap = {0, 200000};
+    if (!hip_emu().imported.empty()) nanosleep(&nap, nullptr);
+    return !hip_emu().imported.empty();
+}
+
 /* Blocks run one after the other; those that rest go on when all have begun, and when other streams' work has run. */
 static void hip_emu_run(dim3 grid, dim3 block, size_t dynamic_bytes, unsigned wave,
                         const std::function<void()> &body) {
@@ -1325,7 +1426,7 @@ static void hip_emu_run(dim3 grid, dim3 block, size_t dynamic_bytes, unsigned wa
                 resting.erase(resting.begin() + static_cast<std::ptrdiff_t>(i));
             }
         }
-        goes_on = resting.empty() || resting.size() < n || hip_emu_run_other();
+        goes_on = resting.empty() || resting.size() < n || hip_emu_run_other() || hip_emu_others();
     }
     if (flip) hip_emu_flip_change(before);
 }
@@ -1393,7 +1494,7 @@ hip_emu_counts hip_emu_get_counts(void) {
     for (std::map<char *, size_t>::iterator i = e.device_memory.begin(); i != e.device_memory.end(); ++i)
         bytes += i->second;
     hip_emu_counts c = {static_cast<uint32_t>(e.device_memory.size()), static_cast<uint32_t>(e.host_memory.size()),
-                        static_cast<uint32_t>(e.streams.size()), e.n_events, e.n_graphs, e.calls, e.launches,
+                        static_cast<uint32_t>(e.streams.size()), e.n_events, e.n_graphs, e.n_comms, e.calls, e.launches,
                         e.replays, bytes};
     return c;
 }

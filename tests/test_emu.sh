@@ -49,6 +49,20 @@ embed_near() {
 case_embed_wave32() { embed_near hip:0 mean; }
 case_embed_wave64() { embed_near hip:1 last; }
 
+# two processes, each with a GPU and half of the layers: rank 0 writes what one process would, rank 1 nothing
+case_ranks() {
+    "$build/ranks_emu" 1 0 "$dir/id1" $model >"$dir/rank.txt" || return 1
+    "$build/ranks_emu" 2 1 "$dir/id2" $model >"$dir/rank1.txt" 2>&1 &
+    "$build/ranks_emu" 2 0 "$dir/id2" $model >"$dir/rank0.txt" && wait $! || return 1
+    [ -s "$dir/rank.txt" ] && cmp "$dir/rank.txt" "$dir/rank0.txt" && [ ! -s "$dir/rank1.txt" ] && [ ! -e "$dir/id2" ]
+}
+# the kernels file of case_types has no RCCL
+case_ranks_without_rccl() {
+    ${CXX:-c++} "$build/ranks_emu.o" "$dir/types_used.o" "$build/rocmforge.a" -o "$dir/ranks" -lm -pthread || return 1
+    ! "$dir/ranks" 2 0 "$dir/id3" $model 2>"$dir/ranks.err" || return 1
+    grep 'rocmforge_kernels.hip was compiled without -DROCMFORGE_RCCL' "$dir/ranks.err"
+}
+
 # with drafts of the file's MTP head the text is the same
 mtp() {
     for draft in "" "--draft mtp --draft-max 2"; do
