@@ -3177,6 +3177,7 @@ RFK_DEVICE float rfk_put_on(const rfk_product &p, uint32_t row, uint32_t col, fl
 }
 RFK_DEVICE void rfk_put(const rfk_product &p, uint32_t row, uint32_t col, float v) {
     v = rfk_put_on(p, row, col, v, p.accumulate ? p.out[(size_t)col * p.out_stride + row] : 0.0f);
+    RFK_UNROLL(1)
     for (uint32_t k = 0; k < p.n_far; k++) p.far[k][(size_t)col * p.n_out + row] = v;
 }
 /* The same for rows 4i .. 4i + 3 of the n_out; v becomes what is stored. */
@@ -3186,6 +3187,7 @@ RFK_DEVICE void rfk_put4(const rfk_product &p, uint32_t i, uint32_t col, float *
     for (uint32_t k = 0; k < 4; k++)
         if (4 * i + k < p.n_out) v[k] = rfk_epilogue(p, 4 * i + k, v[k], before[k]);
     rfk_set4(out, i, p.n_out, v);
+    RFK_UNROLL(1)
     for (uint32_t k = 0; k < p.n_far; k++) rfk_set4(p.far[k] + (size_t)col * p.n_out, i, p.n_out, v);
 }
 
