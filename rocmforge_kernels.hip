@@ -141,6 +141,9 @@
 #if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 #define RFK_SM80 1 /* device code with the instructions of sm_80 */
 #endif
+#if defined(ROCMFORGE_HIP_EMU) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define RFK_HAS_WGMMA 1
+#endif
 
 /* Lanes of a wave of the GPU that this pass compiles for; 0 in host code and in emulation. Kernels for the other size
  * are never launched there: they stay empty, which halves the time to compile. */
@@ -1146,9 +1149,12 @@ enum { RFK_OTHER32 = RF_TYPE_COUNT, RFK_OTHER16, RFK_OTHER };
  * for a type that is left out, kernels of another, which are never launched, because op_supported refuses the type. */
 #define RFK_OR_BUILT(TYPE) || RF_TYPE_IS_BUILT(TYPE)
 template <int TYPE> struct rfk_built {
-    static const bool is = TYPE == RFK_OTHER32   ? (false RFK_OTHER32_TYPES(RFK_OR_BUILT))
-                           : TYPE == RFK_OTHER16 ? (false RFK_OTHER16_TYPES(RFK_OR_BUILT))
-                                                 : RF_TYPE_IS_BUILT(TYPE);
+    static const bool is =
+        TYPE == RFK_OTHER32   ? (false RFK_OTHER32_TYPES(RFK_OR_BUILT))
+        : TYPE == RFK_OTHER16 ? (false RFK_OTHER16_TYPES(RFK_OR_BUILT))
+        : TYPE == RFK_OTHER   ? (false RFK_OTHER32_TYPES(RFK_OR_BUILT) RFK_OTHER16_TYPES(RFK_OR_BUILT)
+                                 RFK_OR_BUILT(RF_TYPE_Q2_K))
+                              : RF_TYPE_IS_BUILT(TYPE);
 };
 #undef RFK_OR_BUILT
 #define RFK_IF_BUILT(TYPE) rfk_built<TYPE>::is ? (int)TYPE :
@@ -5261,6 +5267,12 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_check_matrix(rf
 #define RFK_DEPTH 128              /* values of a row in shared memory */
 #define RFK_SMALL_TILE_COLS RFK_PAIR_TILE /* columns of a small tile */
 #define RFK_LARGE_TILE_COLS 128          /* and of a large one */
+/* Kernels for large tiles are empty where wgmma is compiled in: what it cannot do is rare enough for small ones. */
+#if defined(RFK_HAS_WGMMA) && !defined(ROCMFORGE_HIP_EMU)
+#define RFK_RUNS_TILES(cols) ((cols) < RFK_LARGE_TILE_COLS)
+#else
+#define RFK_RUNS_TILES(cols) 1
+#endif
 /* Rows of a tile. With 128 rows, Q2_K, with two minimums for 32 weights, would need more than 48 KiB; classes of types
  * need the registers of a second unit to unpack one. type: rfk_kernel_type. */
 #define RFK_TILE_ROWS_OF(type, cols)                                                                     \
@@ -5603,7 +5615,7 @@ RFK_DEVICE void rfk_tile_parts(const S &s, uint32_t row0, uint32_t col0, float (
  * Results leave through shared memory: stores are coalesced, and the epilogue takes no registers from the sums. */
 template <int TYPE, int WAVE, int COLS, class ARGS>
 static __global__ void RFK_RESIDENT(RFK_BLOCK, 2) rfk_matmul(ARGS args) {
-    if (!RFK_RUNS_WAVE(WAVE)) return;
+    if (!RFK_RUNS_WAVE(WAVE) || !RFK_RUNS_TILES(COLS)) return;
     /* DOWN x ACROSS waves */
     const int ROWS = RFK_TILE_ROWS_OF(TYPE, COLS), N = 256 / WAVE, RT = 2, DOWN = ROWS / (16 * RT),
               ACROSS = RFK_BLOCK / WAVE / DOWN, CT = COLS / ACROSS / 16;
@@ -6144,7 +6156,7 @@ static __global__ void RFK_RESIDENT(RFK_ROWS_BLOCK, RFK_ROWS_RESIDENT) rfk_rows(
         default: break;
         }
 #undef RFK_ROWS_GRID_CASE
-        rfk_rows_block<RFK_OTHER, WAVE, 1>(a, p, number, n_blocks, c, s.factors);
+        if (rfk_built<RFK_OTHER>::is) rfk_rows_block<RFK_OTHER, WAVE, 1>(a, p, number, n_blocks, c, s.factors);
         return;
     }
 #define RFK_ROWS_CASE(TYPE, max) \
@@ -6645,7 +6657,7 @@ static __global__ void RFK_RESIDENT(RFK_FEW_WAVES *WAVE, 2) rfk_few(rfk_few_args
         if (rfk_built<TYPE>::is) rfk_few_block<TYPE, WAVE, NARROW>(a, which, number, s); \
         break;
     if (OTHER) {
-        rfk_few_block<RFK_OTHER, WAVE, NARROW>(a, which, number, s);
+        if (rfk_built<RFK_OTHER>::is) rfk_few_block<RFK_OTHER, WAVE, NARROW>(a, which, number, s);
     } else {
         switch (a.part[which].type) {
             RFK_FUSED_TYPES(RFK_FEW_CASE)
@@ -6690,13 +6702,9 @@ struct rfk_wgmma_out { /* a consumer's sums, in place of the stages */
 #define RFK_WGMMA_CHECK_BYTES ((uint32_t)sizeof(rfk_wgmma_stage) + 1024)
 
 #if defined(ROCMFORGE_HIP_EMU)
-#define RFK_HAS_WGMMA 1
 #define RFK_MAY_WGMMA(index, arch) hip_emu_has_wgmma(index)
 typedef hip_emu_gate rfk_mbarrier;
 #elif defined(RFK_NVIDIA)
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#define RFK_HAS_WGMMA 1
-#endif
 #define RFK_MAY_WGMMA(index, arch) (strcmp(arch, "sm_90") == 0)
 typedef uint64_t rfk_mbarrier;
 #else
@@ -7458,7 +7466,7 @@ RFK_DEVICE void rfk_16bit_put(const TILES &tiles, const rfk_product &p, const ty
  * reads W once per COLS columns and the terms of x once per 64 rows */
 template <bool BF16, int WAVE, int COLS, class TILES>
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_16bit(rfk_16bit_args<TILES> a) {
-    if (!RFK_RUNS_WAVE(WAVE)) return;
+    if (!RFK_RUNS_WAVE(WAVE) || !RFK_RUNS_TILES(COLS)) return;
     if (!(BF16 ? RFK_UNITS_BF16 : RFK_UNITS_F16) || !rfk_built<BF16 ? RF_TYPE_BF16 : RF_TYPE_F16>::is)
         return; /* never launched */
     const int TERMS = RFK_TERMS(BF16), N = 256 / WAVE, RT = 2, CT = COLS * WAVE / 2048, ACROSS = 128 / WAVE;
@@ -10063,6 +10071,7 @@ struct rf_dev {
     int has_units;
     int units_f16, units_bf16; /* matrix units multiply prompts with such weights */
     int wgmma;                 /* rfk_matmul_wgmma is compiled in and right */
+    int large_tiles;           /* it is not compiled in, so that kernels for large tiles are */
     int direct;                /* rfk_few_direct is compiled in */
 #if defined(ROCMFORGE_RCCL)
     ncclComm_t comm;           /* NULL: it is no rank, or has left; guarded by lock */
@@ -10953,6 +10962,7 @@ static rf_result rfk_run_probe(rf_dev *d, rf_error *err) {
         d->units_f16 = found.matrix.units_f16 && !(d->wrong_units & RFK_WRONG_HALVES);
         d->units_bf16 = found.matrix.units_bf16 && !(d->wrong_units & RFK_WRONG_HALVES);
         d->wgmma = wgmma;
+        d->large_tiles = !found.wgmma[0];
         for (uint32_t i = 0; wgmma && i < RFK_WARPGROUP; i++) {
             if (found.wgmma[i] == RFK_WGMMA_WRONG) d->wrong_units |= RFK_WRONG_WGMMA;
             if (found.wgmma[i] != RFK_WGMMA_RIGHT) d->wgmma = 0;
@@ -12824,7 +12834,7 @@ static rf_result rfk_run_tiles(rfk_launching *l, const rfk_matmul_args *products
     rfk_tiles_args t;
     uint32_t type = p->plan->weights[l->op->weight].type;
     t.m = *products;
-    bool many = t.m.n_cols > RFK_SMALL_TILE_COLS;
+    bool many = t.m.n_cols > RFK_SMALL_TILE_COLS && p->dev->large_tiles;
     t.cols = many ? RFK_TILE_COLS_OF(type, RFK_LARGE_TILE_COLS) : RFK_SMALL_TILE_COLS;
     t.rows = RFK_TILE_ROWS_OF(rfk_kernel_type(type), t.cols);
     uint32_t row_tiles = rfk_make_products(l, &t.m, t.rows), col_tiles = rfk_ceil_div(t.m.n_cols, t.cols);
@@ -12855,7 +12865,7 @@ template <bool BF16> static rf_result rfk_run_16bit(rfk_launching *l, const rfk_
     t->m = *products;
     a.x = p->terms;
     const uint32_t n_cols = products->n_cols, row_tiles = rfk_make_products(l, &t->m, RFK_SMALL_TILE_ROWS);
-    const bool many = n_cols > RFK_SMALL_TILE_COLS;
+    const bool many = n_cols > RFK_SMALL_TILE_COLS && p->dev->large_tiles;
     const uint32_t cols = many ? RFK_LARGE_TILE_COLS : RFK_SMALL_TILE_COLS, col_tiles = rfk_ceil_div(n_cols, cols);
     t->rows = RFK_SMALL_TILE_ROWS, t->cols = cols;
     rfk_cut_depth(p, t, row_tiles * col_tiles);
