@@ -3011,7 +3011,8 @@ template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_sc
     const bool inside = col < n_x;
     const uint32_t h = inside ? col / a.head_dim : 0, group = h / (a.n_heads / a.n_groups);
     const float bias = a.b ? rfk_load_any(a.b, a.b_type, h) : 0.0f,
-                skip = a.skip ? rfk_load_any(a.skip, a.skip_type, h) : 0.0f;
+                skip = a.skip ? rfk_load_any(a.skip, a.skip_type, h) : 0.0f,
+                decay = a.a ? rfk_load_any(a.a, a.a_type, (size_t)h * a.n_decays) : a.decays[h];
     const size_t width = (size_t)n_x * a.n_state,
                  at = ((size_t)h * a.n_state + first) * a.head_dim + (inside ? col % a.head_dim : 0),
                  step = (size_t)lanes * a.head_dim;
@@ -3019,12 +3020,9 @@ template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_sc
     bool begun = false;
     RFK_UNROLL(64)
     for (uint32_t m = 0; m < DIM / lanes; m++) {
-        uint32_t i = m * lanes + first;
+        const uint32_t i = m * lanes + first;
         s[m] = 0;
-        decay_by[m] = 0;
-        if (i < a.n_state)
-            decay_by[m] = a.a ? rfk_load_any(a.a, a.a_type, (size_t)h * a.n_decays + (a.n_decays == 1 ? 0 : i))
-                              : a.decays[h];
+        decay_by[m] = a.n_decays > 1 && i < a.n_state ? rfk_load_any(a.a, a.a_type, (size_t)h * a.n_decays + i) : decay;
     }
     for (uint32_t t = 0; t < a.n_rows; t++) {
         rf_step_row row = a.rows[t];
