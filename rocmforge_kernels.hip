@@ -7285,12 +7285,12 @@ template <int TYPE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_flo
         __syncthreads();
     }
     const size_t tile = ((size_t)blockIdx.y * gridDim.x + blockIdx.x) * t.n_splits + blockIdx.z;
-    for (uint32_t i = 0; i < 4; i++)
-        for (uint32_t j = 0; j < 4; j++) {
-            const uint32_t row = 4 * ty + i, col = 4 * tx + j;
-            if (t.part) t.part[(tile * RFK_TILE + col) * RFK_TILE + row] = sum[i][j];
-            else if (row0 + row < p.n_out && col0 + col < a.n_cols) rfk_put(p, row0 + row, col0 + col, sum[i][j]);
-        }
+    for (uint32_t j = 0; j < 4; j++) {
+        const uint32_t row = 4 * ty, col = 4 * tx + j;
+        float v[4] = {sum[0][j], sum[1][j], sum[2][j], sum[3][j]};
+        if (t.part) rfk_set4(t.part + (tile * RFK_TILE + col) * RFK_TILE + row, 0, 4, v);
+        else if (row0 + row < p.n_out && col0 + col < a.n_cols) rfk_put4(p, (row0 + row) / 4, col0 + col, v);
+    }
 }
 
 /* ---- many columns, weights of 16-bit floats ----
