@@ -8778,8 +8778,8 @@ static void rfi_config_recurrent(rfi_key_reader *k, rfi_config *c) {
 static void rfi_config_layers(rfi_key_reader *k, rfi_config *c) {
     const rfi_recurrent_arch *t = c->arch->recurrent;
     const int scan = t && t->kind >= RFI_MAMBA,
-              by_heads = t && t->kind != RFI_DELTA_NET && t->kind != RFI_LIGHTNING && !t->beside,
-              dense = !c->arch->compressed; /* all layers of deepseek4 have experts */
+              by_heads = t && t->kind != RFI_DELTA_NET && t->kind != RFI_LIGHTNING && !t->beside;
+    const uint32_t dense = !c->arch->compressed; /* all layers of deepseek4 have experts */
     const rfi_uint_key heads = {"attention.head_count", !by_heads, 1 << 14, 0, 1},
                        ff = {"feed_forward_length", dense && !(t && (t->only || t->one_part)), 1 << 24, 0, dense};
     int rotate = !c->arch->learned_positions && !c->arch->relative_bias && c->arch->alibi == 0 &&
@@ -10468,7 +10468,7 @@ static void rfi_emit_experts(rfi_builder *b, const rfi_decoder *d, const rfi_exp
     op->weight = e->weight;
     op->bias = e->bias;
     op->factor = e->factor;
-    op->experts = (rf_experts_params){e->n_in, n_out, row, b->c->moe.n_experts, b->c->moe.n_used};
+    op->experts = (rf_experts_params){e->n_in, n_out, row, b->c->moe.n_experts, b->c->moe.n_used, 0, 0};
 }
 
 /* router = the router's logits of `in` */
@@ -10615,7 +10615,7 @@ static void rfi_emit_value_experts(rfi_builder *b, const rfi_decoder *d, uint32_
     rf_op *op = rfi_op(b, RF_OP_EXPERTS, d->gates, in);
     op->in2 = d->route;
     op->weight = values;
-    op->experts = (rf_experts_params){c->n_embd, n, 0, n_experts, n_used};
+    op->experts = (rf_experts_params){c->n_embd, n, 0, n_experts, n_used, 0, 0};
     rfi_emit_glu(b, d->gates, RF_NONE, n_used * n, RF_ACT_SILU);
     rfi_emit_mix(b, d->v, d->gates, d->route, n_used, 0)->mix.n = n;
 }
