@@ -179,11 +179,12 @@ static void same_case(const char *what, int n, const job *like, const char *alon
 static void test_tensors(void) {
     static const mg_options models[] = {
         {.type = MG_F32, .n_layers = 3, .n_embd = 512, .n_heads = 8, .n_kv_heads = 4, .n_ff = 160, .seed = 9, .rope_freqs = 1},
-        {.type = MG_Q8_0, .arch = "qwen3", .n_heads = 8, .n_kv_heads = 4, .n_ff = 224, .seed = 9, .tied = 1, .bias = 1}};
+        {.type = MG_Q8_0, .arch = "qwen3", .n_heads = 8, .n_kv_heads = 4, .n_ff = 224, .seed = 9, .tied = 1, .bias = 1},
+        {.type = MG_Q8_0, .arch = "qwen3moe", .n_heads = 8, .n_kv_heads = 4, .n_experts = 8, .n_used = 3, .seed = 9}};
     for (size_t i = 0; i < RFT_COUNT(models); i++) {
         mg_buf file = {0};
         mg_llama(&file, &models[i]);
-        const job like = {.file = &file, .copied = (int)i, .desc = {.n_threads = 2, .split = RF_SPLIT_TENSORS}};
+        const job like = {.file = &file, .copied = i == 1, .desc = {.n_threads = 2, .split = RF_SPLIT_TENSORS}};
         same_case("by tensors", 2, &like, "hip:0,2");
         CHECK(!reports[0].note[0] && !reports[1].note[0], "%s, %s", reports[0].note, reports[1].note);
         if (i == 0) same_case("by tensors", 3, &like, "hip:0,2,1");
