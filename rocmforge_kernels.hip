@@ -3366,7 +3366,7 @@ struct rfk_experts_args {
     uint32_t row0;                 /* first row of each matrix */
     const uint8_t *factor;         /* [n_experts]; NULL: none */
     uint32_t factor_type;
-    uint32_t first_own, n_own;     /* own experts, RF_NONE: all; results of others are 0 */
+    uint32_t first_own, n_own;     /* own experts; results of others are 0 */
     rfk_weight heads;    /* route NULL: choice k takes rows of it from row0 + k * head_rows on (RF_OP_HEADS) */
     uint32_t head_rows;
     uint32_t kernel_type; /* rfk_kernel_type of `heads`, for rfk_across */
@@ -4473,8 +4473,7 @@ static __global__ void RFK_RESIDENT(RFK_FUSED_BLOCK, RFK_FUSED_RESIDENT) rfk_fus
  * Experts of a decode step, the shared experts as one more choice if there are any: from the products of the gates and
  * of what they multiply to their activation, or from there to the weighted sum (down). Waves take results in turn,
  * lanes fragments, as in the fused matvec. The sum is one long dot product: of the chosen experts' rows, one behind the
- * other, and of what each reads, multiplied by the expert's weight. Choices of other members' experts are left out: the
- * others close up, in what lies between the two launches, too. */
+ * other, and of what each reads, multiplied by the expert's weight. */
 
 #define RFK_MIXTURE_CHOICES 17u /* at most, the shared experts included */
 struct rfk_mixture_args {
@@ -4495,8 +4494,8 @@ struct rfk_mixture_args {
 };
 
 struct rfk_mixture_shared {
-    rfk_weight w[2][RFK_MIXTURE_CHOICES]; /* of the n choices; those of the shared experts are at e.n_used */
-    uint32_t id[RFK_MIXTURE_CHOICES], n;
+    rfk_weight w[2][RFK_MIXTURE_CHOICES]; /* of the choices */
+    uint32_t id[RFK_MIXTURE_CHOICES];
     float weight[RFK_MIXTURE_CHOICES];    /* down: of a choice in the sum */
     float factor[2][RFK_MIXTURE_CHOICES]; /* of the products; NaN: an expert that is not loaded must not go unnoticed */
 };
@@ -4595,7 +4594,7 @@ RFK_DEVICE void rfk_mixture_quantize(const rfk_mixture_args &a, const rfk_mixtur
     if (4 * i >= all) return;
     if (a.is_down) {
         const uint32_t k = 4 * i / a.e.n_in;
-        d = rfk_mul(d, s.weight[k < s.n ? k : a.e.n_used]);
+        d = rfk_mul(d, s.weight[k < a.e.n_used ? k : a.e.n_used]);
     }
     uint32_t piece = i / 4 % 2, fragment = i / 8;
     if (rfk_mixture_reads<TYPE>::VALUES == 64) {
@@ -4622,58 +4621,44 @@ template <int WAVE> RFK_DEVICE void rfk_find_choices(const rfk_mixture_args &a, 
         s.id[k] = reinterpret_cast<const uint32_t *>(route)[k];
         s.weight[k] = route[n_used + k];
     }
-    const uint32_t id = k < n_used ? s.id[k] : 0;
-    const float weight = k < n_used ? s.weight[k] : 0;
-    uint32_t at = k, n = n_used;
-    if (a.e.n_own != RF_NONE) {
-        rfk_sync_lanes<WAVE>();
-        at = n = 0;
-        for (uint32_t j = 0; j < n_used; j++) {
-            const uint32_t own = rfk_owns(a.e, s.id[j]);
-            at += j < k ? own : 0;
-            n += own;
-        }
-        rfk_sync_lanes<WAVE>();
-    }
-    if (k == 0) s.n = n;
     if (k >= n_used) return;
+    const uint32_t id = s.id[k];
+    s.w[0][k] = a.e.w[id];
+    if (!a.is_down) s.w[1][k] = a.w2[id];
+    float factor = a.e.factor ? rfk_load_any(a.e.factor, a.e.factor_type, id) : 1.0f;
     if (a.choose.logits && blockIdx.x == 0) {
         float *out = a.choose.out + (size_t)blockIdx.y * a.choose.out_stride;
         reinterpret_cast<uint32_t *>(out)[k] = id;
-        out[n_used + k] = weight;
+        out[n_used + k] = s.weight[k];
     }
-    if (!rfk_owns(a.e, id)) return;
-    s.id[at] = id;
-    s.w[0][at] = a.e.w[id];
-    if (!a.is_down) s.w[1][at] = a.w2[id];
-    float factor = a.e.factor ? rfk_load_any(a.e.factor, a.e.factor_type, id) : 1.0f;
-    s.factor[0][at] = s.w[0][at].plane[0] ? factor : NAN;
+    s.factor[0][k] = s.w[0][k].plane[0] ? factor : NAN;
     if (a.is_down) {
-        s.factor[1][at] = weight * a.scale; /* of the bias */
-        s.weight[at] = weight * a.scale * s.factor[0][at];
+        s.weight[k] *= a.scale;
+        s.factor[1][k] = s.weight[k]; /* of the bias */
+        s.weight[k] *= s.factor[0][k];
         return;
     }
     factor = a.factor2 ? rfk_load_any(a.factor2, a.factor2_type, id) : 1.0f;
-    s.factor[1][at] = s.w[1][at].plane[0] ? factor : NAN;
+    s.factor[1][k] = s.w[1][k].plane[0] ? factor : NAN;
 }
 
 /* What the waves of a block compute: n_items results, `step` from a wave's one to its next. A result is one dot product
  * of n_fragments (down: of all choices' and the shared experts', `all`), or two, `rounds` fragments of a lane each. */
 struct rfk_mixture_shape {
-    uint32_t n, n_items, first, step, n_fragments, all, rounds; /* n: choices */
+    uint32_t n_items, first, step, n_fragments, all, rounds;
     float inverse; /* 1 / n_fragments */
 };
 /* Where a wave is: the results that are left to it, the dot product, its round, and the matrix (not down) and row. */
 struct rfk_mixture_cursor {
     uint32_t left, second, round, k, row;
 };
-RFK_DEVICE void rfk_mixture_row(const rfk_mixture_args &a, const rfk_mixture_shape &shape, rfk_mixture_cursor &at) {
-    while (!a.is_down && at.k < shape.n && at.row >= a.e.n_out) at.row -= a.e.n_out, at.k++;
+RFK_DEVICE void rfk_mixture_row(const rfk_mixture_args &a, rfk_mixture_cursor &at) {
+    while (!a.is_down && at.k < a.e.n_used && at.row >= a.e.n_out) at.row -= a.e.n_out, at.k++;
 }
 RFK_DEVICE rfk_mixture_cursor rfk_mixture_begin(const rfk_mixture_args &a, const rfk_mixture_shape &shape) {
     rfk_mixture_cursor at = {0, 0, 0, 0, shape.first};
     if (shape.first < shape.n_items) at.left = (shape.n_items - shape.first + shape.step - 1) / shape.step;
-    rfk_mixture_row(a, shape, at);
+    rfk_mixture_row(a, at);
     return at;
 }
 /* Returns whether the result is complete. */
@@ -4684,7 +4669,7 @@ RFK_DEVICE bool rfk_mixture_next(const rfk_mixture_args &a, const rfk_mixture_sh
     if (at.second) return false;
     at.left--;
     at.row += shape.step;
-    rfk_mixture_row(a, shape, at);
+    rfk_mixture_row(a, at);
     return true;
 }
 
@@ -4697,12 +4682,10 @@ RFK_DEVICE void rfk_mixture_fetch(const rfk_mixture_args &a, const rfk_mixture_s
     if (i >= shape.all) return;
     if (a.is_down) {
         k = (uint32_t)(((float)i + 0.5f) * shape.inverse);
-        if (k >= shape.n) k = shape.n, n_in = a.n_shared;
+        if (k >= a.e.n_used) k = a.e.n_used, n_in = a.n_shared;
         i -= k * shape.n_fragments;
     }
-    const bool is_shared = k == shape.n;
-    const uint32_t row = at.row + (is_shared ? 0 : at.second ? a.row2 : a.e.row0);
-    if (is_shared) k = a.e.n_used;
+    const uint32_t row = at.row + (k == a.e.n_used ? 0 : at.second ? a.row2 : a.e.row0);
     const rfk_weight &w = s.w[at.second][k];
     if (w.plane[0]) rfk_mixture_reads<TYPE>::template fetch<WAVE>(w, row, n_in, i, raw);
 }
@@ -4720,14 +4703,13 @@ RFK_DEVICE void rfk_mixture_put(const rfk_mixture_args &a, const rfk_mixture_sha
                                 float sum) {
     const uint32_t n_used = a.e.n_used;
     if (a.is_down) {
-        for (uint32_t k = 0; a.e.bias && k < s.n; k++)
+        for (uint32_t k = 0; a.e.bias && k < n_used; k++)
             sum += s.factor[1][k] * rfk_load_any(a.e.bias, a.e.bias_type, (size_t)s.id[k] * a.e.n_out + item);
         float *out = a.e.out + (size_t)blockIdx.y * a.e.out_stride + item;
         *out = a.accumulate ? *out + sum : sum;
         return;
     }
-    const uint32_t choice = item / a.e.n_out < s.n ? item / a.e.n_out : s.n, row = item - choice * a.e.n_out,
-                   k = choice < s.n ? choice : n_used;
+    const uint32_t k = item / a.e.n_out < n_used ? item / a.e.n_out : n_used, row = item - k * a.e.n_out;
     gate *= s.factor[0][k], sum *= s.factor[1][k];
     if (k < n_used) {
         const size_t at = (size_t)s.id[k] * a.e.n_out + row;
@@ -4786,26 +4768,10 @@ static __global__ void RFK_RESIDENT(RFK_MIXTURE_BLOCK, 1) rfk_mixture(rfk_mixtur
     const uint32_t AT_ONCE = 4; /* loads of a thread that are on their way while the choices are found */
     RFK_SHARED(rfk_mixture_shared, s);
     RFK_DYNAMIC(int4, memory);
-    const uint32_t waves = blockDim.x / WAVE, fillers = blockDim.x - WAVE, thread = threadIdx.x - WAVE;
-    const bool known = !a.is_down || a.e.n_own == RF_NONE; /* how long the column is */
-    uint32_t values = a.is_down ? a.e.n_used * a.e.n_in + a.n_shared : a.e.n_in;
-    rfk_wait_previous();
-    float x[AT_ONCE][4];
-    if (threadIdx.x < WAVE) rfk_find_choices<WAVE>(a, s);
-    else if (known) {
-        RFK_UNROLL(4)
-        for (uint32_t k = 0; k < AT_ONCE; k++) rfk_mixture_x(a, thread + k * fillers, values, x[k]);
-    }
-    __syncthreads(); /* the choices and their weights */
-    if (!known) {
-        values = s.n * a.e.n_in + a.n_shared;
-        RFK_UNROLL(4)
-        for (uint32_t k = 0; threadIdx.x >= WAVE && k < AT_ONCE; k++)
-            rfk_mixture_x(a, thread + k * fillers, values, x[k]);
-    }
+    const uint32_t waves = blockDim.x / WAVE, n_used = a.e.n_used, fillers = blockDim.x - WAVE,
+                   thread = threadIdx.x - WAVE, values = a.is_down ? n_used * a.e.n_in + a.n_shared : a.e.n_in;
     rfk_mixture_shape shape;
-    shape.n = s.n;
-    shape.n_items = a.is_down ? a.e.n_out : shape.n * a.e.n_out + a.n_shared;
+    shape.n_items = a.is_down ? a.e.n_out : n_used * a.e.n_out + a.n_shared;
     shape.first = blockIdx.x * waves + threadIdx.x / WAVE;
     shape.step = gridDim.x * waves;
     shape.n_fragments = a.e.n_in / R::VALUES;
@@ -4814,6 +4780,14 @@ static __global__ void RFK_RESIDENT(RFK_MIXTURE_BLOCK, 1) rfk_mixture(rfk_mixtur
     shape.inverse = 1.0f / (float)shape.n_fragments;
     rfk_column c;
     rfk_mixture_column<TYPE, WAVE>(c, memory, values);
+    rfk_wait_previous();
+    float x[AT_ONCE][4];
+    if (threadIdx.x < WAVE) rfk_find_choices<WAVE>(a, s);
+    else {
+        RFK_UNROLL(4)
+        for (uint32_t k = 0; k < AT_ONCE; k++) rfk_mixture_x(a, thread + k * fillers, values, x[k]);
+    }
+    __syncthreads(); /* the choices and their weights */
     rfk_mixture_cursor ahead = rfk_mixture_begin(a, shape);
     typename R::loaded raw[IN_FLIGHT];
     RFK_UNROLL(4)
@@ -12070,10 +12044,6 @@ static uint32_t rfk_match_shared(const rf_plan *plan, uint32_t i, uint32_t end, 
 static uint32_t rfk_columns_bytes(uint32_t n) { return n + n / 2; }
 #define RFK_COLUMNS_BYTES (44u * 1024u)
 
-static int rfk_same_own(const rf_op *a, const rf_op *b) {
-    return a->experts.first_own == b->experts.first_own && a->experts.n_own == b->experts.n_own;
-}
-
 /* Match a mixture from op i on: gate, up, activation, down and the weighted sum of the chosen experts.   Returns
  * whether; *up and *down become its launches. */
 static int rfk_match_mixture(const rf_prepared *p, uint32_t i, uint32_t end, rfk_fused *up, rfk_fused *down) {
@@ -12090,9 +12060,8 @@ static int rfk_match_mixture(const rf_prepared *p, uint32_t i, uint32_t end, rfk
     if (i > 0 && e[-1].kind == RF_OP_ROUTE && e[-1].out == e->in2 && e[-1].route.n_groups <= 1 &&
         e[-1].factor == RF_NONE && e[-1].route.n_experts <= RFK_CHOOSE_FROM)
         up->choice = i - 1;
-    int ok = e->rows == RF_ROWS_TOKENS && e[0].flags == 0 && e[1].flags == 0 && e[1].in == e->in &&
-             e[1].in2 == e->in2 && rfk_same_own(e, &e[1]) && rfk_same_own(e, d) &&
-             e[1].experts.n_out == n && e[1].experts.n_in == e->experts.n_in &&
+    int ok = e->experts.n_own == 0 && e->rows == RF_ROWS_TOKENS && e[0].flags == 0 && e[1].flags == 0 &&
+             e[1].in == e->in && e[1].in2 == e->in2 && e[1].experts.n_out == n && e[1].experts.n_in == e->experts.n_in &&
              rfk_mixture_type(plan, &e[1]) == type && !rfk_is_float_type(type) && e->in != e->out &&
              e->in != e[1].out && e->experts.n_in % rfk_mixture_values(type) == 0 &&
              n % rfk_mixture_values(rfk_mixture_type(plan, d)) == 0 &&
@@ -13442,7 +13411,7 @@ static rfk_experts_args rfk_make_experts(const rfk_launching *l) {
     a.factor = rfk_vector(p, op->factor, 0, &a.factor_type);
     a.row0 = op->experts.first_row;
     a.first_own = op->experts.first_own;
-    a.n_own = op->experts.n_own ? op->experts.n_own : RF_NONE;
+    a.n_own = op->experts.n_own ? op->experts.n_own : op->experts.n_experts;
     a.x = l->b.in;
     a.route = l->b.in2;
     a.x8 = p->x8;
