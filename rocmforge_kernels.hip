@@ -302,6 +302,14 @@ RFK_DEVICE void rfk_compiler_fence() {
 #endif
 }
 
+/* v, opaque to the compiler, which would hoist what follows from it out of loops and keep it in registers. */
+RFK_DEVICE uint32_t rfk_opaque(uint32_t v) {
+#if defined(__AMDGCN__)
+    asm volatile("" : "+v"(v));
+#endif
+    return v;
+}
+
 /* v. What is computed from it is computed here: the compiler does not do so before a loop and keep it in registers. */
 RFK_DEVICE uint32_t rfk_computed_here(uint32_t v) {
 #if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
@@ -6517,7 +6525,7 @@ RFK_DEVICE void rfk_few_wave(const rfk_few_args &a, const rfk_product &p, uint32
                              rfk_few_shared<WAVE> &s, float (&sum)[WAVE / 8][N]) {
     typedef rfk_fragments<TYPE> F;
     const int FETCHES = 64 / WAVE, SETS = WAVE / 32;
-    const uint32_t thread = rfk_computed_here(threadIdx.x), lane = thread % WAVE, wave = thread / WAVE,
+    const uint32_t thread = rfk_opaque(threadIdx.x), lane = thread % WAVE, wave = thread / WAVE,
                    n_fragments = a.n_in / F::VALUES, lane0 = wave * (WAVE / RFK_FEW_WAVES);
     typename F::loaded raw[SETS][FETCHES];
     rfk_fragment_at at[SETS][FETCHES];
@@ -6603,7 +6611,7 @@ RFK_DEVICE void rfk_few_block(const rfk_few_args &a, uint32_t which, uint32_t nu
     for (uint32_t i = 0; i < (a.glu ? 2u : 1u); i++) {
         const rfk_product &p = a.part[which + i];
         const float v = rfk_few_tile<TYPE, WAVE, NARROW>(a, p, row0, i == 0, s);
-        const uint32_t thread = rfk_computed_here(threadIdx.x), row = row0 + thread % RFK_FEW_ROWS,
+        const uint32_t thread = rfk_opaque(threadIdx.x), row = row0 + thread % RFK_FEW_ROWS,
                        c = thread / RFK_FEW_ROWS, col = blockIdx.x * RFK_FEW_ROWS + c;
         if (c >= RFK_FEW_ROWS || col >= a.n_cols || row >= p.n_out) continue;
         const float product = rfk_mul(v, s.factor[c]);
@@ -8552,14 +8560,6 @@ RFK_DEVICE void rfk_schedule_fence() {
     rfk_compiler_fence();
     __builtin_amdgcn_sched_barrier(0);
 #endif
-}
-
-/* v, opaque to the compiler, which would hoist what follows from it out of loops and keep it in registers. */
-RFK_DEVICE uint32_t rfk_opaque(uint32_t v) {
-#if defined(__AMDGCN__)
-    asm volatile("" : "+v"(v));
-#endif
-    return v;
 }
 
 /* The value of lane (own ^ 16) of a wave of 32. */
@@ -12061,7 +12061,8 @@ static int rfk_match_mixture(const rf_prepared *p, uint32_t i, uint32_t end, rfk
         e[-1].factor == RF_NONE && e[-1].route.n_experts <= RFK_CHOOSE_FROM)
         up->choice = i - 1;
     int ok = e->experts.n_own == 0 && e->rows == RF_ROWS_TOKENS && e[0].flags == 0 && e[1].flags == 0 &&
-             e[1].in == e->in && e[1].in2 == e->in2 && e[1].experts.n_out == n && e[1].experts.n_in == e->experts.n_in &&
+             e[1].in == e->in && e[1].in2 == e->in2 && e[1].experts.n_out == n &&
+             e[1].experts.n_in == e->experts.n_in &&
              rfk_mixture_type(plan, &e[1]) == type && !rfk_is_float_type(type) && e->in != e->out &&
              e->in != e[1].out && e->experts.n_in % rfk_mixture_values(type) == 0 &&
              n % rfk_mixture_values(rfk_mixture_type(plan, d)) == 0 &&
