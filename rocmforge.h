@@ -5430,7 +5430,7 @@ typedef struct rfi_tensor {
     uint32_t slab;
     uint8_t streamed;        /* 1: lives in the ring                                                  */
     uint8_t cached;          /* 1: lives in a frame of the expert cache                               */
-    uint8_t lent;            /* 1: lives in the lender's store: loaded, pinned and counted there only */
+    _Atomic uint8_t lent;    /* 1: lives in the lender's store: loaded, pinned and counted there only */
     /* guarded by store.monitor; fixed while the tensor is READY and pinned */
     uint8_t bound;           /* 1: has memory: LOADING, READY, BROKEN, EVICTING                       */
     _Atomic uint8_t arrived; /* 1: the copies are known to have succeeded                             */

@@ -1030,7 +1030,7 @@ static void try_drafts(trial *t) {
     memcpy(text + d.n_ids, want.ids, want.n * sizeof *text);
     seer o = {r, text, d.n_ids + want.n, (int32_t)t->n_vocab};
     rf_drafter_desc dd = {0};
-    dd.max_drafts = mg_below(r, 16), dd.fixed = mg_below(r, 2), dd.ngram = RF_NONE, dd.user = &o, dd.mtp = hs;
+    dd.max_drafts = mg_below(r, 16), dd.fixed = mg_below(r, 2), dd.ngram = RF_NONE, dd.user = &o, dd.mtp[0] = hs;
     if (mg_below(r, 2)) dd.ngram = 1 + mg_below(r, 3);
     if (mg_below(r, 2)) dd.fn = on_drafts;
     if (mg_below(r, 3) == 0 && !hs) dd.session = plain;
