@@ -502,8 +502,9 @@ ROCMFORGE_API rf_result rf_device_open(const char *name, const rf_device_desc *d
  *               same order: rf_device_info.note says so, and why.
  *   Failures    a rank that is late for more than rank_wait_ms, ends, or leaves after an error of its own, is an error
  *               of the others' call that waits for it, which names those it waits for; all have left then, and close
- *               their devices. Other sizes of a session or other shapes, types or names of a model's tensors are
- *               errors of rf_session_open on all ranks; other values in them, or other tokens, are not noticed.
+ *               their devices. Other sizes of a session, other hyperparameters of a model, or other shapes, types or
+ *               names of its tensors are errors of rf_session_open on all ranks; other values in tensors, or other
+ *               tokens, are not noticed.
  *
  *   id  out  [RF_RANK_ID_BYTES], for one opening of one device by each rank
  * Returns RF_OK; RF_ERR_NOT_FOUND, the kernels file is not linked; RF_ERR_UNSUPPORTED, it was compiled without
@@ -18907,13 +18908,7 @@ typedef struct rfi_rank_session {
 } rfi_rank_session;
 
 static uint64_t rfi_rank_hash_plan(const rf_plan *plan) {
-    uint64_t h = 0;
-    for (uint32_t i = 0; i < plan->n_ops; i++) {
-        const rf_op *op = &plan->ops[i];
-        const uint32_t of[] = {op->kind, op->rows, op->flags, (uint32_t)op->layer, op->in, op->in2, op->in3, op->out,
-                               op->state, op->weight, op->bias, op->factor};
-        h = rfi_hash(of, sizeof of, h);
-    }
+    uint64_t h = rfi_hash(plan->ops, plan->n_ops * sizeof *plan->ops, 0); /* zeros where params end */
     for (uint32_t i = 0; i < plan->n_weights; i++) {
         const rf_plan_weight *w = &plan->weights[i];
         const uint32_t of[] = {w->type, w->n_in, w->n_rows, w->n_experts, (uint32_t)w->layer};

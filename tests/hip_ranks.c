@@ -252,16 +252,17 @@ static void refused(const char *what, const job *jobs, int n, uint32_t silent, c
 
 static void test_refused(void) {
     uint8_t id[RF_RANK_ID_BYTES], other[RF_RANK_ID_BYTES];
-    mg_buf file = {0}, another = {0}, wide = {0};
+    mg_buf file = {0}, another = {0}, wide = {0}, eps = {0};
     rf_error err = {0};
     job jobs[MAX_RANKS];
     mg_llama(&file, &(mg_options){.type = MG_Q8_0, .n_layers = 2, .n_heads = 4, .n_kv_heads = 2, .n_ff = 160, .seed = 12});
     mg_llama(&another, &(mg_options){.type = MG_Q4_0, .n_layers = 2, .n_heads = 4, .n_kv_heads = 2, .n_ff = 160, .seed = 12});
     mg_llama(&wide, &(mg_options){.type = MG_Q8_0, .n_layers = 3, .n_heads = 4, .n_kv_heads = 2, .n_ff = 160, .seed = 12});
+    mg_llama(&eps, &(mg_options){.type = MG_Q8_0, .n_layers = 2, .n_heads = 4, .n_kv_heads = 2, .n_ff = 160, .seed = 12, .eps = 1e-3f}); /* the same tensors */
     const job like = {.file = &file, .desc = {.n_threads = 2, .split = RF_SPLIT_TENSORS, .rank_wait_ms = 1500}};
-    for (int k = 0; k < 2; k++) {
+    for (int k = 0; k < 3; k++) {
         make_jobs(jobs, 2, &like, id);
-        jobs[1].file = k ? &wide : &another;
+        jobs[1].file = k == 0 ? &another : k == 1 ? &wide : &eps;
         refused("another file", jobs, 2, 1u << 1, "rank 1 has another model", 3);
         CHECK(strstr(reports[1].text, "rank 0 has another model"), "rank 1: %s", reports[1].text);
     }
@@ -289,7 +290,7 @@ static void test_refused(void) {
     make_jobs(jobs, 2, &like, id);
     jobs[0].desc.rank = 2, jobs[1].desc.rank_id = NULL;
     refused("no rank", jobs, 2, 0, "want an id, and one of at most 16", 1);
-    mg_free(&file), mg_free(&another), mg_free(&wide);
+    mg_free(&file), mg_free(&another), mg_free(&wide), mg_free(&eps);
 }
 
 /* A rank that ends or closes its device, one whose device is lost: the others say whom they waited for. */
