@@ -302,20 +302,20 @@ RFK_DEVICE void rfk_compiler_fence() {
 #endif
 }
 
-/* v, opaque to the compiler, which would hoist what follows from it out of loops and keep it in registers. */
-RFK_DEVICE uint32_t rfk_opaque(uint32_t v) {
-#if defined(__AMDGCN__)
-    asm volatile("" : "+v"(v));
-#endif
-    return v;
-}
-
 /* v. What is computed from it is computed here: the compiler does not do so before a loop and keep it in registers. */
 RFK_DEVICE uint32_t rfk_computed_here(uint32_t v) {
 #if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
     asm volatile("" : "+r"(v));
 #elif defined(__AMDGCN__)
     asm volatile("" : "+v"(v));
+#endif
+    return v;
+}
+
+/* The same by hipcc alone: where nvcc spills less without. */
+RFK_DEVICE uint32_t rfk_computed_here_amd(uint32_t v) {
+#if defined(__AMDGCN__)
+    v = rfk_computed_here(v);
 #endif
     return v;
 }
@@ -6525,7 +6525,7 @@ RFK_DEVICE void rfk_few_wave(const rfk_few_args &a, const rfk_product &p, uint32
                              rfk_few_shared<WAVE> &s, float (&sum)[WAVE / 8][N]) {
     typedef rfk_fragments<TYPE> F;
     const int FETCHES = 64 / WAVE, SETS = WAVE / 32;
-    const uint32_t thread = rfk_opaque(threadIdx.x), lane = thread % WAVE, wave = thread / WAVE,
+    const uint32_t thread = rfk_computed_here_amd(threadIdx.x), lane = thread % WAVE, wave = thread / WAVE,
                    n_fragments = a.n_in / F::VALUES, lane0 = wave * (WAVE / RFK_FEW_WAVES);
     typename F::loaded raw[SETS][FETCHES];
     rfk_fragment_at at[SETS][FETCHES];
@@ -6611,7 +6611,7 @@ RFK_DEVICE void rfk_few_block(const rfk_few_args &a, uint32_t which, uint32_t nu
     for (uint32_t i = 0; i < (a.glu ? 2u : 1u); i++) {
         const rfk_product &p = a.part[which + i];
         const float v = rfk_few_tile<TYPE, WAVE, NARROW>(a, p, row0, i == 0, s);
-        const uint32_t thread = rfk_opaque(threadIdx.x), row = row0 + thread % RFK_FEW_ROWS,
+        const uint32_t thread = rfk_computed_here_amd(threadIdx.x), row = row0 + thread % RFK_FEW_ROWS,
                        c = thread / RFK_FEW_ROWS, col = blockIdx.x * RFK_FEW_ROWS + c;
         if (c >= RFK_FEW_ROWS || col >= a.n_cols || row >= p.n_out) continue;
         const float product = rfk_mul(v, s.factor[c]);
@@ -8985,7 +8985,7 @@ RFK_DEVICE void rfk_flash_begin(rfk_flash_wave<WAVE, HEAD> &w, const rfk_attenti
         w.largest[n] = RFK_FLASH_NOTHING;
         w.sum[n] = 0;
         if (!a.sinks || !inside) continue;
-        const uint32_t query_head = rfk_opaque(w.kv_head * group + w.row[n] % group);
+        const uint32_t query_head = rfk_computed_here_amd(w.kv_head * group + w.row[n] % group);
         w.largest[n] = fmaxf(RFK_LOG2_E * rfk_load_any(a.sinks, a.sinks_type, query_head), RFK_FLASH_NOTHING);
         w.sum[n] = first ? RFK_FLASH_WEIGHT : 0.0f;
     }
@@ -10502,7 +10502,6 @@ static double rfk_now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* Polls without sleeping for 2 ms, the time of a decode step, then every 50 us. */
 static void rfk_no_ticket(rf_ticket *ticket) {
     if (ticket) memset(ticket, 0, sizeof *ticket);
 }
@@ -10656,6 +10655,9 @@ static void rfk_rank_leave(rf_dev *d) { (void)d; }
 static void rfk_rank_finish(rf_dev *d) { (void)d; }
 #endif
 
+/* ---- waiting and copies ---- */
+
+/* Polls without sleeping for 2 ms, the time of a decode step, then every 50 us. */
 static rf_result rfk_ticket_wait(const rf_ticket *ticket, uint32_t timeout_ms, rf_error *err) {
     if (!ticket || !ticket->queue || ticket->value == 0) return RF_OK;
     rf_dev *d = ticket->queue->dev;
