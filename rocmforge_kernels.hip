@@ -6161,19 +6161,19 @@ template <int WAVE> static void (*rfk_find_rows(bool other))(rfk_few_args) {
 
 #if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
 #define RFK_DIRECT_TYPES(X) X(RF_TYPE_Q4_K) X(RF_TYPE_Q6_K)
-#define RFK_DIRECT_COLS 8u /* half a tile of columns */
 
-/* What a block's columns have for a block of 256 weights. */
-struct rfk_direct_x {
-    int4 q[16][RFK_DIRECT_COLS];
-    float d[8][RFK_DIRECT_COLS];
-    float sum[16][RFK_DIRECT_COLS]; /* e of the groups, or of a type with an offset the sums of the pieces */
+/* What a block's columns, 8 or 16, have for a block of 256 weights. */
+template <uint32_t COLS> struct rfk_direct_x {
+    int4 q[16][COLS];
+    float d[8][COLS];
+    float sum[16][COLS]; /* e of the groups, or of a type with an offset the sums of the pieces */
 };
-struct rfk_direct_shared {
-    rfk_direct_x x[RFK_FEW_WAVES][2];
-    uint8_t w[RFK_FEW_WAVES][2][RFK_FEW_ROWS * 208]; /* rfk_direct::ROW */
-    float sum[2][RFK_FEW_WAVES][RFK_DIRECT_COLS * RFK_FEW_ROWS]; /* of a tile and of the next: [wave][column][row] */
-    float factor[RFK_DIRECT_COLS];                               /* as in rfk_few_shared */
+/* Eight waves share a tile's columns of W; a block of 16 columns has two tiles at a time, whose waves share x. */
+template <uint32_t COLS> struct rfk_direct_shared {
+    rfk_direct_x<COLS> x[RFK_FEW_WAVES][2];
+    uint8_t w[COLS][2][RFK_FEW_ROWS * 208];     /* [wave]; rfk_direct::ROW */
+    float sum[2][COLS][COLS * RFK_FEW_ROWS];    /* of a tile and of the next: [wave][column][row] */
+    float factor[COLS];                         /* as in rfk_few_shared */
 };
 #if RFK_MAY_BE(RFK_MATRIX_SM80)
 
@@ -6317,33 +6317,36 @@ template <int K> RFK_DEVICE void rfk_mma_direct(const int *a, const int *b, cons
 #endif
 }
 
-/* Copy what the columns have for block `block` to shared memory. By one wave. */
-template <int TYPE> RFK_DEVICE void rfk_direct_copy(const rfk_few_args &a, uint32_t block, rfk_direct_x &to) {
-    const uint32_t lane = threadIdx.x % 32, two = lane / 2, half = lane % 2 * 4;
+/* Copy what eight of the columns have for block `block` to shared memory: by the waves of two tiles, eight each. */
+template <int TYPE, uint32_t COLS>
+RFK_DEVICE void rfk_direct_copy(const rfk_few_args &a, uint32_t block, rfk_direct_x<COLS> &to) {
+    const uint32_t lane = threadIdx.x % 32, two = lane / 2, half = lane % 2 * 4,
+                   eight = COLS == 8 ? blockIdx.x : 2 * blockIdx.x + threadIdx.x / 256, into = eight * 8 % COLS;
     const bool offset = rfk_format<TYPE>::OFFSET != 0;
-    const size_t tile = blockIdx.x / 2, first = blockIdx.x % 2 * RFK_DIRECT_COLS,
-                 piece = tile * a.n_in + block * 16 * RFK_FEW_ROWS + first,
+    const size_t tile = eight / 2, first = eight % 2 * 8, piece = tile * a.n_in + block * 16 * RFK_FEW_ROWS + first,
                  group = tile * (a.n_in / 2) + block * 8 * RFK_FEW_ROWS + first;
     RFK_UNROLL(4)
     for (uint32_t k = 0; k < 4; k++) {
         const uint32_t i = lane / 8 + 4 * k;
-        rfk_copy16(&to.q[i][lane % 8], a.x.q + piece + i * RFK_FEW_ROWS + lane % 8);
+        rfk_copy16(&to.q[i][into + lane % 8], a.x.q + piece + i * RFK_FEW_ROWS + lane % 8);
     }
     const float *d = a.x.d + group + two % 8 * RFK_FEW_ROWS + half, *e = a.x.e + (d - a.x.d),
                 *sum = a.x.sum + piece + two * RFK_FEW_ROWS + half;
-    if (offset) rfk_copy16(reinterpret_cast<int4 *>(&to.sum[two][half]), reinterpret_cast<const int4 *>(sum));
-    if (two < 8) rfk_copy16(reinterpret_cast<int4 *>(&to.d[two][half]), reinterpret_cast<const int4 *>(d));
-    else if (!offset) rfk_copy16(reinterpret_cast<int4 *>(&to.sum[two - 8][half]), reinterpret_cast<const int4 *>(e));
+    int4 *const to_sum = reinterpret_cast<int4 *>(&to.sum[offset ? two : two % 8][into + half]);
+    if (offset) rfk_copy16(to_sum, reinterpret_cast<const int4 *>(sum));
+    if (two < 8) rfk_copy16(reinterpret_cast<int4 *>(&to.d[two][into + half]), reinterpret_cast<const int4 *>(d));
+    else if (!offset) rfk_copy16(to_sum, reinterpret_cast<const int4 *>(e));
 }
 
-/* Add the products of fragment f of a block, weights w and scales s, to the lane's results. */
-template <int TYPE>
-RFK_DEVICE void rfk_direct_fragment(const rfk_direct_x &in, uint32_t f, const int (&w)[4][4],
+/* Add the products of fragment f of a block, weights w and scales s, and of eight columns to the lane's results. */
+template <int TYPE, uint32_t COLS>
+RFK_DEVICE void rfk_direct_fragment(const rfk_direct_x<COLS> &in, uint32_t eight, uint32_t f, const int (&w)[4][4],
                                     const float (&s)[2][RFK_SCALES], float *sum) {
     typedef rfk_fragments<TYPE> F;
     typedef rfk_direct<TYPE> D;
     const bool has_min = rfk_format<TYPE>::HAS_MIN != 0, offset = rfk_format<TYPE>::OFFSET != 0;
-    const uint32_t lane = threadIdx.x % 32, quarter = lane % 4, col = lane / 4, to = quarter * 2;
+    const uint32_t lane = threadIdx.x % 32, quarter = lane % 4, col = 8 * eight + lane / 4,
+                   to = 8 * eight + quarter * 2;
     int dots[F::DOTS][4];
     float2 d[F::DOTS], e[F::DOTS];
     RFK_UNROLL(4)
@@ -6380,104 +6383,123 @@ RFK_DEVICE void rfk_direct_fragment(const rfk_direct_x &in, uint32_t f, const in
     }
 }
 
-/* Tile t of a block: 16 rows, or in a GLU eight of each of its products. */
+/* The wave's tile t of a block: 16 rows, or in a GLU eight of each of its products. The waves of a block's second tile
+ * come along where there are no rows left. */
 struct rfk_direct_place {
     uint32_t which, row0; /* the product, and its first row */
 };
-RFK_DEVICE bool rfk_find_direct(const rfk_few_args &a, uint32_t t, rfk_direct_place &to) {
+template <uint32_t COLS> RFK_DEVICE bool rfk_find_direct(const rfk_few_args &a, uint32_t t, rfk_direct_place &to) {
     uint32_t number = blockIdx.y + t * gridDim.y;
     if (number >= a.n_tiles) return false;
     to.which = 0;
     to.row0 = number;
     for (uint32_t i = 1; i < RFK_PRODUCTS; i++)
         if (!a.glu && number >= a.part[i - 1].end_block) to.which = i, to.row0 = number - a.part[i - 1].end_block;
-    to.row0 *= a.glu ? RFK_FEW_ROWS / 2 : RFK_FEW_ROWS;
+    to.row0 = (to.row0 * (COLS / 8) + threadIdx.x / 256) * (a.glu ? RFK_FEW_ROWS / 2 : RFK_FEW_ROWS);
     return true;
 }
 
 /* The wave's first block of the tile. */
 RFK_DEVICE void rfk_begin_direct(const rfk_few_args &a, const rfk_direct_place &place, rfk_direct_at &at) {
-    const uint32_t rows = a.part[place.which].n_out - place.row0, wave = threadIdx.x / 32;
+    const uint32_t n = a.part[place.which].n_out, row0 = place.row0 < n ? place.row0 : 0, rows = n - row0,
+                   wave = threadIdx.x / 32 % RFK_FEW_WAVES;
     RFK_UNROLL(2)
     for (uint32_t h = 0; h < 2; h++) {
         at.product[h] = a.glu ? h : place.which;
         const uint32_t first = a.glu || rows <= 8 ? 0 : 8 * h, left = rows - first; /* of eight: at least one */
-        at.half[h].block = (a.part[at.product[h]].row0 + place.row0 + first) * (a.n_in / 256) + wave;
+        at.half[h].block = (a.part[at.product[h]].row0 + row0 + first) * (a.n_in / 256) + wave;
         at.half[h].last = (left < 8 ? left : 8) - 1;
     }
 }
 
-/* A result of tile t: the sum of the waves' sums. */
-RFK_DEVICE float rfk_direct_result(const rfk_direct_shared &s, uint32_t t, uint32_t i) {
+/* A result of tile t: the sum of its waves' sums. */
+template <uint32_t COLS>
+RFK_DEVICE float rfk_direct_result(const rfk_direct_shared<COLS> &s, uint32_t t, uint32_t i) {
     float v[RFK_FEW_WAVES];
     RFK_UNROLL(8)
-    for (uint32_t k = 0; k < RFK_FEW_WAVES; k++) v[k] = s.sum[t % 2][k][i];
+    for (uint32_t k = 0; k < RFK_FEW_WAVES; k++) v[k] = s.sum[t % 2][threadIdx.x / 256 * RFK_FEW_WAVES + k][i];
     return rfk_mul(((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7])), s.factor[i / RFK_FEW_ROWS]);
 }
 
 /* Add up a tile's sums, and store its results. Ends before other waves' sums of this tile are overwritten: the next
  * tile's go elsewhere. */
-RFK_DEVICE void rfk_end_direct(const rfk_few_args &a, const rfk_direct_place &place, const float (&sum)[4][4],
-                               uint32_t t, rfk_direct_shared &s) {
+template <uint32_t COLS>
+RFK_DEVICE void rfk_end_direct(const rfk_few_args &a, const rfk_direct_place &place, const float (&sum)[COLS / 8][4][4],
+                               uint32_t t, rfk_direct_shared<COLS> &s) {
     const uint32_t lane = threadIdx.x % 32, wave = threadIdx.x / 32;
-    RFK_UNROLL(4)
-    for (int i = 0; i < 4; i++) {
-        const uint32_t row = rfk_matrix_row(lane, RFK_ROW_INDEX((uint32_t)i), 8),
-                       col = rfk_matrix_col(lane, RFK_COL_INDEX((uint32_t)i));
-        s.sum[t % 2][wave][col * RFK_FEW_ROWS + row] = (sum[0][i] + sum[1][i]) + (sum[2][i] + sum[3][i]);
+    RFK_UNROLL(8)
+    for (uint32_t k = 0; k < COLS / 2; k++) {
+        const uint32_t eight = k / 4, i = k % 4, row = rfk_matrix_row(lane, RFK_ROW_INDEX(i), 8),
+                       col = 8 * eight + rfk_matrix_col(lane, RFK_COL_INDEX(i));
+        s.sum[t % 2][wave][col * RFK_FEW_ROWS + row] =
+            (sum[eight][0][i] + sum[eight][1][i]) + (sum[eight][2][i] + sum[eight][3][i]);
     }
     __syncthreads();
-    const uint32_t i = threadIdx.x % RFK_FEW_ROWS, row = place.row0 + i, c = threadIdx.x / RFK_FEW_ROWS,
-                   col = blockIdx.x * RFK_DIRECT_COLS + c;
-    if (c >= RFK_DIRECT_COLS || col >= a.n_cols || row >= a.part[place.which].n_out) return;
-    if (!a.glu) rfk_put(a.part[place.which], row, col, rfk_direct_result(s, t, threadIdx.x));
+    const uint32_t of = threadIdx.x % 256, i = of % RFK_FEW_ROWS, row = place.row0 + i, c = of / RFK_FEW_ROWS,
+                   col = blockIdx.x * COLS + c;
+    if (c >= COLS || col >= a.n_cols || row >= a.part[place.which].n_out) return;
+    if (!a.glu) rfk_put(a.part[place.which], row, col, rfk_direct_result(s, t, of));
     else if (i < 8)
-        (void)rfk_put_glu(a.part[0], a.part[1], row, col, rfk_direct_result(s, t, threadIdx.x),
-                          rfk_direct_result(s, t, threadIdx.x + 8));
+        (void)rfk_put_glu(a.part[0], a.part[1], row, col, rfk_direct_result(s, t, of), rfk_direct_result(s, t, of + 8));
+}
+
+/* Wait for the waves that share x with this one. */
+template <uint32_t COLS> RFK_DEVICE void rfk_sync_direct() {
+    const uint32_t wave = threadIdx.x / 32 % RFK_FEW_WAVES;
+    if (COLS == 8) {
+        rfk_sync_lanes<32>();
+        return;
+    }
+#if defined(ROCMFORGE_HIP_EMU)
+    hip_emu_named_barrier(1 + wave, 64);
+#else
+    asm volatile("bar.sync %0, 64;" ::"r"(1 + wave) : "memory");
+#endif
 }
 
 /* A block's tiles from t on whose weights are of one type; returns the first that is of another. While a wave
  * multiplies a block of 256 weights of its 16 rows, the next one is on its way to shared memory, of the next tile after
  * a tile's last. What the columns have for a wave's blocks is copied once, if that is two blocks at most. */
-template <int TYPE>
-RFK_DEVICE uint32_t rfk_direct_tiles(const rfk_few_args &a, uint32_t t, rfk_direct_shared &s) {
+template <int TYPE, uint32_t COLS>
+RFK_DEVICE uint32_t rfk_direct_tiles(const rfk_few_args &a, uint32_t t, rfk_direct_shared<COLS> &s) {
     typedef rfk_direct<TYPE> D;
-    const uint32_t lane = threadIdx.x % 32, wave = threadIdx.x / 32, n_blocks = a.n_in / 256;
+    const uint32_t lane = threadIdx.x % 32, wave = threadIdx.x / 32 % RFK_FEW_WAVES, n_blocks = a.n_in / 256;
+    uint8_t(&w)[2][RFK_FEW_ROWS * 208] = s.w[threadIdx.x / 32];
     const bool stays = n_blocks <= 2 * RFK_FEW_WAVES;
     rfk_direct_place here = {0, 0};
     rfk_direct_at at;
     typename D::loaded ahead;
-    (void)rfk_find_direct(a, t, here);
+    (void)rfk_find_direct<COLS>(a, t, here);
     rfk_begin_direct(a, here, at);
-    if (wave < n_blocks) D::copy(a, at, s.w[wave][0], ahead);
+    if (wave < n_blocks) D::copy(a, at, w[0], ahead);
     if (t == 0) rfk_wait_previous();
-    if (wave < n_blocks) rfk_direct_copy<TYPE>(a, wave, s.x[wave][0]);
+    if (wave < n_blocks) rfk_direct_copy<TYPE, COLS>(a, wave, s.x[wave][0]);
     rfk_commit_copies();
-    if (t == 0) rfk_few_factors<32>(a, blockIdx.x * RFK_DIRECT_COLS, RFK_DIRECT_COLS, s.factor);
+    if (t == 0) rfk_few_factors<32>(a, blockIdx.x * COLS, COLS, s.factor);
     uint32_t turn = 0;
     bool is_first = true, goes_on = true;
     while (goes_on) {
         rfk_direct_place next = here;
-        goes_on = rfk_find_direct(a, t + 1, next) && a.part[next.which].type == TYPE;
-        float sum[4][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}, {0, 0, 0, 0}, {0, 0, 0, 0}};
+        goes_on = rfk_find_direct<COLS>(a, t + 1, next) && a.part[next.which].type == TYPE;
+        float sum[COLS / 8][4][4] = {};
         RFK_UNROLL(1)
         for (uint32_t block = wave; block < n_blocks; block += RFK_FEW_WAVES, turn ^= 1) {
             const bool more = block + RFK_FEW_WAVES < n_blocks;
-            const uint8_t *rows = s.w[wave][turn] + lane / 4 * D::ROW;
-            const rfk_direct_x &x = s.x[wave][stays ? block / RFK_FEW_WAVES : turn];
+            const uint8_t *rows = w[turn] + lane / 4 * D::ROW;
+            const rfk_direct_x<COLS> &x = s.x[wave][stays ? block / RFK_FEW_WAVES : turn];
             const typename D::loaded now = ahead;
             if (more || goes_on) {
                 if (more) at.half[0].block += RFK_FEW_WAVES, at.half[1].block += RFK_FEW_WAVES;
                 else rfk_begin_direct(a, next, at);
-                D::copy(a, at, s.w[wave][turn ^ 1], ahead);
+                D::copy(a, at, w[turn ^ 1], ahead);
                 if (!stays || (is_first && more))
-                    rfk_direct_copy<TYPE>(a, more ? block + RFK_FEW_WAVES : wave, s.x[wave][stays ? 1 : turn ^ 1]);
+                    rfk_direct_copy<TYPE, COLS>(a, more ? block + RFK_FEW_WAVES : wave, s.x[wave][stays ? 1 : turn ^ 1]);
                 rfk_commit_copies();
                 rfk_wait_copies_but_one();
             } else {
                 rfk_wait_copies();
             }
-            rfk_sync_lanes<32>();
+            rfk_sync_direct<COLS>();
             typename D::scales head;
             D::read_head(rows, now, head);
             RFK_UNROLL(4)
@@ -6485,9 +6507,10 @@ RFK_DEVICE uint32_t rfk_direct_tiles(const rfk_few_args &a, uint32_t t, rfk_dire
                 int q[4][4];
                 float scale[2][RFK_SCALES];
                 D::unpack(rows, head, j, q, scale);
-                rfk_direct_fragment<TYPE>(x, j, q, scale, sum[j]);
+                RFK_UNROLL(2)
+                for (uint32_t k = 0; k < COLS / 8; k++) rfk_direct_fragment<TYPE>(x, k, j, q, scale, sum[k][j]);
             }
-            rfk_sync_lanes<32>(); /* the copy after next goes where this block's is */
+            rfk_sync_direct<COLS>(); /* the copy after next goes where this block's is */
         }
         rfk_end_direct(a, here, sum, t++, s);
         here = next;
@@ -6497,24 +6520,26 @@ RFK_DEVICE uint32_t rfk_direct_tiles(const rfk_few_args &a, uint32_t t, rfk_dire
 }
 #endif
 
-/* rfk_few for types that have rfk_direct. All blocks are on the GPU at once.
- *   grid [eights of columns, blocks]   block 8 waves   LDS 104 KiB   reads W once, from cache for the other eights */
-static __global__ void RFK_RESIDENT(RFK_FEW_WAVES * 32, 2) rfk_few_direct(rfk_few_args a) {
+/* rfk_few for types that have rfk_direct. All blocks are on the GPU at once. COLS: 8 or 16 columns a block.
+ *   grid [blocks of columns, blocks]   block COLS waves   LDS 103 or 225 KiB   reads W once, and from cache for further
+ *   columns */
+template <uint32_t COLS> static __global__ void RFK_RESIDENT(COLS * 32, 16 / COLS) rfk_few_direct(rfk_few_args a) {
 #if RFK_MAY_BE(RFK_MATRIX_SM80)
     if (!RFK_RUNS_WAVE(32)) return;
-    RFK_DYNAMIC(rfk_direct_shared, s);
+    RFK_DYNAMIC(int4, memory);
+    rfk_direct_shared<COLS> *const s = reinterpret_cast<rfk_direct_shared<COLS> *>(memory);
     rfk_direct_place place;
 #define RFK_DIRECT_CASE(TYPE) \
     case TYPE: \
-        if (rfk_built<TYPE>::is) t = rfk_direct_tiles<TYPE>(a, t, *s); \
+        if (rfk_built<TYPE>::is) t = rfk_direct_tiles<TYPE, COLS>(a, t, *s); \
         break;
-    for (uint32_t t = 0; rfk_find_direct(a, t, place);)
+    for (uint32_t t = 0; rfk_find_direct<COLS>(a, t, place);)
         switch (a.part[place.which].type) {
             RFK_DIRECT_TYPES(RFK_DIRECT_CASE)
         default: return;
         }
 #undef RFK_DIRECT_CASE
-    if (a.norm_out && blockIdx.y == 0) rfk_few_norm_out(a, blockIdx.x * RFK_DIRECT_COLS, RFK_DIRECT_COLS, s->factor);
+    if (a.norm_out && blockIdx.y == 0) rfk_few_norm_out(a, blockIdx.x * COLS, COLS, s->factor);
 #endif
 }
 #endif
@@ -10044,7 +10069,7 @@ struct rf_dev {
     int units_f16, units_bf16; /* matrix units multiply prompts with such weights */
     int wgmma;                 /* rfk_matmul_wgmma is compiled in and right */
     int large_tiles;           /* it is not compiled in, so that kernels for large tiles are */
-    int direct;                /* rfk_few_direct is compiled in */
+    uint32_t direct;           /* most columns of a block of rfk_few_direct: 8 or 16; 0: it is not there */
 #if defined(ROCMFORGE_RCCL)
     ncclComm_t comm;           /* NULL: it is no rank, or has left; guarded by lock */
 #endif
@@ -10932,7 +10957,9 @@ static rf_result rfk_run_probe(rf_dev *d, rf_error *err) {
     if (r == RF_OK) {
         d->wrong_units = rfk_judge_matrix(&found.matrix);
         d->has_units = found.matrix.has_units;
-        d->direct = found.matrix.direct != 0;
+#if defined(RFK_DIRECT_TYPES)
+        if (found.matrix.direct) d->direct = d->shared_bytes < sizeof(rfk_direct_shared<16>) ? 8 : 16;
+#endif
         d->units_f16 = found.matrix.units_f16 && !(d->wrong_units & RFK_WRONG_HALVES);
         d->units_bf16 = found.matrix.units_bf16 && !(d->wrong_units & RFK_WRONG_HALVES);
         d->wgmma = wgmma;
@@ -11012,8 +11039,12 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
         for (int i = 0; i < 2; i++)
             (void)cudaFuncSetAttribute(rows[i], cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        RFK_MAX_COLUMN / 64 * 96 + RFK_MAX_GRID);
-        if (cudaFuncSetAttribute((const void *)rfk_few_direct, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 sizeof(rfk_direct_shared)) != cudaSuccess)
+        if (d->direct == 16 &&
+            cudaFuncSetAttribute((const void *)rfk_few_direct<16>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 sizeof(rfk_direct_shared<16>)) != cudaSuccess)
+            d->direct = 8;
+        if (cudaFuncSetAttribute((const void *)rfk_few_direct<8>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 sizeof(rfk_direct_shared<8>)) != cudaSuccess)
             d->direct = 0;
         for (int i = 0; i < 2; i++)
             (void)cudaFuncSetAttribute((const void *)rfk_find_rows<32>(i != 0),
@@ -12157,7 +12188,7 @@ static bool rfk_takes_direct(const rf_prepared *p, uint32_t i, uint32_t count) {
 #if defined(RFK_DIRECT_TYPES)
     const rf_plan *plan = p->plan;
 #define RFK_DIRECT_CASE(TYPE) || plan->weights[plan->ops[k].weight].type == TYPE
-    takes = p->dev->direct;
+    takes = p->dev->direct != 0;
     for (uint32_t k = i; k < i + count; k++) takes = takes && (false RFK_DIRECT_TYPES(RFK_DIRECT_CASE));
 #undef RFK_DIRECT_CASE
 #else
@@ -13710,7 +13741,13 @@ static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
     rf_prepared *p = l->p;
     const rf_op *ops = p->plan->ops;
     rfk_matmul_args products;
-    const uint32_t source = rfk_source_of(f), blocks = rfk_make_products(l, &products, RFK_FEW_ROWS);
+    const uint32_t source = rfk_source_of(f),
+                   n_cols = l->op->rows == RF_ROWS_LOGITS ? l->step->n_logits : l->step->n_rows,
+                   direct = !rfk_takes_direct(p, f->products, f->n_products)  ? 0
+                            : n_cols > 8 && p->dev->direct > 8 ? 16
+                                                                             : 8,
+                   rows = direct == 16 ? 2 * RFK_FEW_ROWS : RFK_FEW_ROWS,
+                   blocks = rfk_make_products(l, &products, rows);
     rfk_few_quantize_args z;
     rfk_few_args a;
     memset(&z, 0, sizeof z);
@@ -13721,7 +13758,7 @@ static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
     a.from_stride = p->ops[source].in_stride;
     a.rows = f->gather != RF_NONE ? p->logit_rows : NULL;
     a.n_in = l->op->matmul.n_in;
-    a.n_cols = l->op->rows == RF_ROWS_LOGITS ? l->step->n_logits : l->step->n_rows;
+    a.n_cols = n_cols;
     a.glu = f->glu != RF_NONE;
     a.n_tiles = a.glu ? a.part[0].end_block : blocks;
     if (f->norm != RF_NONE) {
@@ -13740,7 +13777,6 @@ static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
     if (r != RF_OK) return r;
     const bool other = rfk_is_other(p->plan, f->products);
     c.shared_bytes = a.n_in / 64 * 96 * a.n_cols + rfk_grid_bytes(a.part, f->n_products);
-    const bool direct = rfk_takes_direct(p, f->products, f->n_products);
     if (a.n_cols <= (direct ? RFK_DIRECT_ABOVE : RFK_ROWS_MAX) && c.shared_bytes + 1024 <= p->dev->shared_bytes) {
         const uint32_t waves = RFK_ROWS_BLOCK / p->dev->wave, blocks = RFK_ROWS_RESIDENT * p->dev->info.compute_units;
         c.grid = dim3(rfk_divide_blocks(l, a.part, a.glu, waves, blocks));
@@ -13752,12 +13788,13 @@ static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
     c.block = dim3(RFK_FEW_WAVES * p->dev->wave);
 #if defined(RFK_DIRECT_TYPES)
     if (direct) {
-        c.grid.x = rfk_ceil_div(a.n_cols, RFK_DIRECT_COLS);
-        if (a.glu) a.n_tiles = rfk_ceil_div(a.part[0].n_out, RFK_FEW_ROWS / 2);
-        const uint32_t fit = 2 * p->dev->info.compute_units / c.grid.x;
+        c.grid.x = rfk_ceil_div(a.n_cols, direct);
+        if (a.glu) a.n_tiles = rfk_ceil_div(a.part[0].n_out, rows / 2);
+        const uint32_t fit = 16 / direct * p->dev->info.compute_units / c.grid.x;
         c.grid.y = a.n_tiles < fit ? a.n_tiles : fit;
-        c.shared_bytes = sizeof(rfk_direct_shared);
-        return rfk_enqueue_config(l, rfk_few_direct, c, a);
+        c.block = dim3(direct * 32);
+        c.shared_bytes = direct == 16 ? sizeof(rfk_direct_shared<16>) : sizeof(rfk_direct_shared<8>);
+        return rfk_enqueue_config(l, direct == 16 ? rfk_few_direct<16> : rfk_few_direct<8>, c, a);
     }
 #endif
     return rfk_enqueue_config(l, RFK_BY_WAVE(l, rfk_find_few<32>(other, a.n_cols), rfk_find_few<64>(other, a.n_cols)),

@@ -254,6 +254,7 @@ struct hip_emu_machine {
     std::vector<char *> stacks;
     std::vector<hip_emu_wave> waves;
     hip_emu_queue ready, waiting; /* to run, and for __syncthreads */
+    struct { unsigned arrived; hip_emu_queue waiting; } named[16]; /* named barriers */
     std::vector<hip_emu_shared_block> shared;
     size_t dynamic_bytes; /* of shared memory, asked for by the launch */
     hip_emu_fiber *self;
@@ -264,6 +265,7 @@ struct hip_emu_machine {
 
     hip_emu_machine() : main_sp(nullptr), dynamic_bytes(0), self(nullptr), n_threads(0), n_finished(0), arrived(0), idle(0), rests(false), others_ran(false), body(nullptr) {
         ready.first = waiting.first = nullptr;
+        for (unsigned i = 0; i < 16; i++) named[i].arrived = 0, named[i].waiting.first = nullptr;
         fibers.reserve(hip_emu_max_threads);
     }
     ~hip_emu_machine() {
@@ -324,6 +326,19 @@ HIP_EMU_UNCHECKED static void __syncthreads() {
     hip_emu_run_next(m);
 }
 
+/* bar.sync: of `count` threads of the block. */
+HIP_EMU_UNCHECKED static inline void hip_emu_named_barrier(unsigned id, unsigned count) {
+    hip_emu_machine *m = hip_emu_here;
+    m->idle = 0;
+    if (++m->named[id].arrived == count) {
+        m->named[id].arrived = 0;
+        hip_emu_append_all(&m->ready, &m->named[id].waiting);
+        return;
+    }
+    hip_emu_append(&m->named[id].waiting, m->self);
+    hip_emu_run_next(m);
+}
+
 /* Every lane waits for all others of its wave. `kind` must be the same for all lanes. */
 HIP_EMU_UNCHECKED static void hip_emu_meet(unsigned kind) {
     hip_emu_machine *m = hip_emu_here;
@@ -381,7 +396,8 @@ static inline bool hip_emu_has_wgmma(int device) { return hip_emu_matrix_kind[de
 
 static char hip_emu_dynamic_key; /* of the memory that the launch asked for; more of that there can be on request */
 
-static const unsigned hip_emu_shared_kib = 160; /* on request; AMD has 64: so that kernels for NVIDIA run, too */
+/* Shared memory of a block, on request; AMD has 64 KiB: so that kernels for NVIDIA run, too. */
+static inline unsigned hip_emu_shared_kib(int device) { return hip_emu_has_wgmma(device) ? 227 : 160; }
 
 /* A shared variable of the block: garbage when the first thread asks. key tells the variables apart. */
 static void *hip_emu_shared(const void *key, size_t size_bytes) {
@@ -392,7 +408,7 @@ static void *hip_emu_shared(const void *key, size_t size_bytes) {
         total += m->shared[i].size_bytes;
         if (m->shared[i].key != &hip_emu_dynamic_key) fixed += m->shared[i].size_bytes;
     }
-    if (fixed > 48 * 1024 || total > (hip_emu_has_wgmma(0) ? 227u : hip_emu_shared_kib) * 1024)
+    if (fixed > 48 * 1024 || total > hip_emu_shared_kib(0) * 1024)
         hip_emu_die("more shared memory in a block than there is");
     hip_emu_shared_block s = {key, nullptr, size_bytes};
     if (posix_memalign(&s.memory, 16, size_bytes)) hip_emu_die("out of memory");
@@ -942,7 +958,7 @@ static inline hipError_t hipGetDeviceProperties(hipDeviceProp_t *p, int device) 
     snprintf(p->name, sizeof p->name, "emulated GPU, waves of %d", p->warpSize);
     snprintf(p->gcnArchName, sizeof p->gcnArchName, "%s", device % 2 == 0 ? "gfx1100" : "gfx90a:sramecc+:xnack-");
     p->totalGlobalMem = static_cast<size_t>(8) << 30;
-    p->sharedMemPerBlock = hip_emu_shared_kib << 10;
+    p->sharedMemPerBlock = hip_emu_shared_kib(device) << 10;
     p->multiProcessorCount = hip_emu().n_units;
     return hipSuccess;
 }
