@@ -3831,8 +3831,8 @@ RFK_DEVICE void rfk_norm_weights(const rfk_fused_args &a, uint32_t i, float *w) 
 }
 
 /* Copy the column from x8. */
-RFK_DEVICE void rfk_copy_column(const rfk_fused_args &a, const rfk_column &c) {
-    for (uint32_t chunk = threadIdx.x; chunk < a.n_in / 16; chunk += RFK_FUSED_BLOCK) {
+RFK_DEVICE void rfk_copy_column(const rfk_fused_args &a, const rfk_column &c, uint32_t threads) {
+    for (uint32_t chunk = threadIdx.x; chunk < a.n_in / 16; chunk += threads) {
         rfk_group g = a.x8.group[chunk / 2];
         int4 v = reinterpret_cast<const int4 *>(a.x8.q)[chunk];
         uint32_t piece, fragment = rfk_chunk_fragment(c, chunk, &piece);
@@ -3845,10 +3845,10 @@ RFK_DEVICE void rfk_copy_column(const rfk_fused_args &a, const rfk_column &c) {
  * values. */
 template <int WAVE>
 RFK_DEVICE void rfk_quantize_column(const rfk_fused_args &a, const rfk_column &c, float (&weight)[4],
-                                    rfk_fused_shared &s) {
+                                    rfk_fused_shared &s, uint32_t threads) {
     const uint32_t n = a.n_in / 4;
     RFK_UNROLL(1)
-    for (uint32_t first = 0; first < n; first += RFK_FUSED_BLOCK) {
+    for (uint32_t first = 0; first < n; first += threads) {
         uint32_t i = first + threadIdx.x;
         bool inside = i < n;
         float4 own = {0, 0, 0, 0};
@@ -3871,23 +3871,24 @@ RFK_DEVICE void rfk_quantize_column(const rfk_fused_args &a, const rfk_column &c
 
 /* Fill the column and its factor. Ends with a barrier. */
 template <int WAVE>
-RFK_DEVICE void rfk_fill_column(const rfk_fused_args &a, const rfk_column &c, float (&weight)[4], rfk_fused_shared &s) {
+RFK_DEVICE void rfk_fill_column(const rfk_fused_args &a, const rfk_column &c, float (&weight)[4], rfk_fused_shared &s,
+                                uint32_t threads) {
     const float *squares = a.squares;
-    if (a.x8.q) rfk_copy_column(a, c);
+    if (a.x8.q) rfk_copy_column(a, c, threads);
     else {
-        rfk_quantize_column<WAVE>(a, c, weight, s);
+        rfk_quantize_column<WAVE>(a, c, weight, s, threads);
         if (a.norm) {
             squares = s.squares;
             __syncthreads();
         }
     }
-    if (threadIdx.x / WAVE == RFK_FUSED_BLOCK / WAVE - 1) { /* the wave with the least to copy */
+    if (threadIdx.x / WAVE == threads / WAVE - 1) { /* the wave with the least to copy */
         float factor = squares ? rfk_norm_factor<WAVE>(squares, a.n_in, a.eps) : 1.0f;
         if (threadIdx.x % WAVE == 0) s.factor = factor;
     }
     __syncthreads();
     if (!a.norm_out || blockIdx.x != 0) return;
-    for (uint32_t i = threadIdx.x; i < a.n_in; i += RFK_FUSED_BLOCK)
+    for (uint32_t i = threadIdx.x; i < a.n_in; i += threads)
         a.norm_out[i] = a.x[i] * s.factor * rfk_load_any(a.norm, a.norm_type, i);
 }
 
@@ -4344,7 +4345,7 @@ RFK_DEVICE void rfk_fused_block(const rfk_fused_args &a, const rfk_product &p, u
     rfk_wait_previous();
     if (a.to_norm && threadIdx.x < RFK_FUSED_PASSES * 32) s.to_norm[threadIdx.x / 32][threadIdx.x % 32] = to_norm;
     if (a.push.parts && threadIdx.x == 0) s.turn = a.push.now[0] + a.push.index;
-    rfk_fill_column<WAVE>(a, c, weight, s);
+    rfk_fill_column<WAVE>(a, c, weight, s, RFK_FUSED_BLOCK);
     float before = lane == 0 && p.accumulate && row < n_out ? p.out[row] : 0.0f;
     while (row < n_out) {
         uint32_t next_round = round + 1, next_row = row, next_second = second;
@@ -4476,6 +4477,127 @@ static __global__ void RFK_RESIDENT(RFK_FUSED_BLOCK, RFK_FUSED_RESIDENT) rfk_fus
     }
 #undef RFK_FUSED_CASE
 }
+
+/* Sums over the wave of two values, in every lane. */
+template <int WAVE> RFK_DEVICE void rfk_wave_sums(float *x, float *y) {
+    const bool odd = threadIdx.x % 2;
+    float v = (odd ? *y : *x) + rfk_shuffle_xor<WAVE>(odd ? *x : *y, 1);
+    for (int mask = 2; mask < WAVE; mask *= 2) v += rfk_shuffle_xor<WAVE>(v, mask);
+    *x = rfk_shuffle<WAVE>(v, 0), *y = rfk_shuffle<WAVE>(v, 1);
+}
+
+/* ---- one column, rows in pairs ----
+ * rfk_fused_matvec on NVIDIA, with the same bits: a wave takes two rows at a time, of the two products of a GLU or
+ * adjacent ones. Both use what a lane has read of the column, and half as many waves leave registers for twice the
+ * loads in flight. A block makes 32 results, then the next 32. */
+
+#if defined(RFK_NVIDIA)
+#define RFK_HAS_PAIRS(dev) true
+#elif defined(ROCMFORGE_HIP_EMU)
+#define RFK_HAS_PAIRS(dev) ((dev)->direct != 0) /* emulates NVIDIA's matrix unit */
+#else
+#define RFK_HAS_PAIRS(dev) false
+#endif
+#define RFK_PAIRS_BLOCK 512u
+#define RFK_PAIRS_LONG 2048u /* values of a row: lanes have a second fragment of longer ones */
+#if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
+template <int TYPE, int U>
+RFK_DEVICE void rfk_pairs_block(const rfk_fused_args &a, const rfk_product &p, uint32_t number, uint32_t n_blocks,
+                                rfk_column c, rfk_fused_shared &s) {
+    typedef rfk_fragments<TYPE> F;
+    const uint32_t n_fragments = a.n_in / F::VALUES, lane = threadIdx.x % 32, n_out = p.n_out, each = a.glu ? 1 : 2,
+                   waves = RFK_PAIRS_BLOCK / 32, rounds = (n_fragments + 32 * U - 1) / (32 * U),
+                   mine = lane < n_fragments ? (n_fragments - lane + 31) / 32 : 0; /* this lane's */
+    const rfk_product &other = a.glu ? a.part[1] : p;
+    uint32_t place = threadIdx.x / 32 * each, row = (place / 32 * n_blocks + number) * 32 + place % 32, round = 0;
+    typename F::loaded raw[U][2];
+    rfk_fragment_at at[2];
+    float sum[2] = {0, 0};
+    c.order = F::ORDER, c.wave = 32, c.has_min = rfk_format<TYPE>::HAS_MIN, c.offset = rfk_format<TYPE>::OFFSET;
+    float weight[4], to_norm = 0;
+    rfk_norm_weights(a, threadIdx.x, weight);
+    const uint32_t mine_to = (threadIdx.x / 32 * n_blocks + number) * 32 + threadIdx.x % 32;
+    if (a.to_norm && threadIdx.x < RFK_FUSED_PASSES * 32 && mine_to < n_out)
+        to_norm = rfk_load_any(a.to_norm, a.to_norm_type, mine_to);
+    F::template begin<32>(p.row0 + row, a.n_in, lane, at[0]);
+    F::template begin<32>(other.row0 + (a.glu || row + 1 >= n_out ? row : row + 1), a.n_in, lane, at[1]);
+    RFK_UNROLL(4)
+    for (uint32_t k = 0; k < (uint32_t)U; k++) {
+        if (row < n_out && k < mine) F::fetch(p.w, at[0], raw[k][0]), F::fetch(other.w, at[1], raw[k][1]);
+        F::template next<32>(at[0]);
+        F::template next<32>(at[1]);
+    }
+    rfk_wait_previous();
+    if (a.to_norm && threadIdx.x < RFK_FUSED_PASSES * 32) s.to_norm[threadIdx.x / 32][threadIdx.x % 32] = to_norm;
+    if (a.push.parts && threadIdx.x == 0) s.turn = a.push.now[0] + a.push.index;
+    rfk_fill_column<32>(a, c, weight, s, RFK_PAIRS_BLOCK);
+    float before = p.accumulate && lane < each && row + lane < n_out ? p.out[row + lane] : 0.0f;
+    while (row < n_out) {
+        uint32_t next_round = round + 1, next_place = place, next_row = row;
+        if (next_round == rounds) { /* the rows are done: next two */
+            next_round = 0;
+            next_place += waves * each;
+            next_row = (next_place / 32 * n_blocks + number) * 32 + next_place % 32;
+            F::template begin<32>(p.row0 + next_row, a.n_in, lane, at[0]);
+            F::template begin<32>(other.row0 + (a.glu || next_row + 1 >= n_out ? next_row : next_row + 1), a.n_in, lane,
+                                  at[1]);
+        }
+        RFK_UNROLL(4)
+        for (uint32_t k = 0; k < (uint32_t)U; k++) {
+            const uint32_t i = round * U + k;
+            if (i < mine) {
+                rfk_fragment_x x;
+                rfk_load_x<TYPE>(c, lane + i * 32, x);
+                RFK_UNROLL(2)
+                for (int j = 0; j < 2; j++) {
+                    rfk_fragment_weights w;
+                    F::unpack(raw[k][j], lane, w);
+                    sum[j] = rfk_dot_unpacked<TYPE>(w, false, x, sum[j]);
+                }
+            }
+            if (next_row < n_out && next_round * U + k < mine)
+                F::fetch(p.w, at[0], raw[k][0]), F::fetch(other.w, at[1], raw[k][1]);
+            F::template next<32>(at[0]);
+            F::template next<32>(at[1]);
+        }
+        if (next_round == 0) {
+            rfk_wave_sums<32>(&sum[0], &sum[1]);
+            if (lane < each && row + lane < n_out) {
+                const float gate = rfk_mul(sum[0], s.factor), own = a.glu || lane ? rfk_mul(sum[1], s.factor) : gate,
+                            made = rfk_fused_epilogue(a, p, row + lane, gate, own, before, s.turn);
+                if (a.to8.q) s.out[place / 32][place % 32 + lane] = made;
+            }
+            before = p.accumulate && lane < each && next_row + lane < n_out ? p.out[next_row + lane] : 0.0f;
+            sum[0] = sum[1] = 0;
+        }
+        place = next_place, row = next_row, round = next_round;
+    }
+    if (!a.to8.q) return;
+    __syncthreads();
+    rfk_quantize_results<32>(a, (threadIdx.x / 32 * n_blocks + number) * 32, n_out, s);
+}
+
+/* grid: the blocks of each product   block RFK_PAIRS_BLOCK   LDS 6 KiB and 1.5 bytes a value of the column
+ *   reads W once
+ * U: fragments of each row in flight a lane, or fewer if the type needs more registers */
+template <int U> static __global__ void RFK_RESIDENT(RFK_PAIRS_BLOCK, 1) rfk_pairs_matvec(rfk_fused_args a) {
+    RFK_SHARED(rfk_fused_shared, s);
+    RFK_DYNAMIC(int4, column);
+    uint32_t number, n_blocks;
+    const uint32_t which = rfk_find_product(a.part, number, n_blocks);
+    const rfk_product &p = a.part[which]; /* stays in constant memory */
+    const rfk_column c = rfk_column_in(column, a.n_in);
+#define RFK_PAIRS_CASE(TYPE, max) \
+    case TYPE: \
+        if (rfk_built<TYPE>::is) rfk_pairs_block<TYPE, (U < max ? U : max)>(a, p, number, n_blocks, c, s); \
+        break;
+    switch (p.type) {
+        RFK_FUSED_TYPES(RFK_PAIRS_CASE)
+    default: break;
+    }
+#undef RFK_PAIRS_CASE
+}
+#endif
 
 /* ---- mixtures ----
  * Experts of a decode step, the shared experts as one more choice if there are any: from the products of the gates and
@@ -4696,14 +4818,6 @@ RFK_DEVICE void rfk_mixture_fetch(const rfk_mixture_args &a, const rfk_mixture_s
     const uint32_t row = at.row + (k == a.e.n_used ? 0 : at.second ? a.row2 : a.e.row0);
     const rfk_weight &w = s.w[at.second][k];
     if (w.plane[0]) rfk_mixture_reads<TYPE>::template fetch<WAVE>(w, row, n_in, i, raw);
-}
-
-/* Sums over the wave of two values, in every lane. */
-template <int WAVE> RFK_DEVICE void rfk_wave_sums(float *x, float *y) {
-    const bool odd = threadIdx.x % 2;
-    float v = (odd ? *y : *x) + rfk_shuffle_xor<WAVE>(odd ? *x : *y, 1);
-    for (int mask = 2; mask < WAVE; mask *= 2) v += rfk_shuffle_xor<WAVE>(v, mask);
-    *x = rfk_shuffle<WAVE>(v, 0), *y = rfk_shuffle<WAVE>(v, 1);
 }
 
 /* Store a result: of the gate and of what it multiplies, or of the weighted sum. A lane each. */
@@ -6493,7 +6607,8 @@ RFK_DEVICE uint32_t rfk_direct_tiles(const rfk_few_args &a, uint32_t t, rfk_dire
                 else rfk_begin_direct(a, next, at);
                 D::copy(a, at, w[turn ^ 1], ahead);
                 if (!stays || (is_first && more))
-                    rfk_direct_copy<TYPE, COLS>(a, more ? block + RFK_FEW_WAVES : wave, s.x[wave][stays ? 1 : turn ^ 1]);
+                    rfk_direct_copy<TYPE, COLS>(a, more ? block + RFK_FEW_WAVES : wave,
+                                                s.x[wave][stays ? 1 : turn ^ 1]);
                 rfk_commit_copies();
                 rfk_wait_copies_but_one();
             } else {
@@ -11033,10 +11148,10 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
     memset(&kernel, 0, sizeof kernel);
     if (r == RF_OK) { /* griddepcontrol is in code for sm_90 and later; long columns need more than 48 KiB of LDS */
         rfk_scope scope(d->index); /* attributes belong to the current device */
-        const void *rows[2] = {(const void *)rfk_fused_matvec<32, 1, false>, (const void *)rfk_fused_matvec<32, 1,
-                               true>};
+        const void *rows[3] = {(const void *)rfk_fused_matvec<32, 1, true>, (const void *)rfk_pairs_matvec<1>,
+                               (const void *)rfk_pairs_matvec<2>};
         d->early = cudaFuncGetAttributes(&kernel, rows[0]) == cudaSuccess && kernel.ptxVersion >= 90;
-        for (int i = 0; i < 2; i++)
+        for (int i = 0; i < 3; i++)
             (void)cudaFuncSetAttribute(rows[i], cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        RFK_MAX_COLUMN / 64 * 96 + RFK_MAX_GRID);
         if (d->direct == 16 &&
@@ -13722,8 +13837,22 @@ static void rfk_bind_deferred_norm(rf_prepared *p, const rfk_fused *f, rfk_fused
 }
 
 template <int WAVE> static void (*rfk_find_fused_matvec(bool other, uint32_t fragments))(rfk_fused_args) {
-    if (other) return rfk_fused_matvec<WAVE, 1, true>;
-    return fragments == 1 ? rfk_fused_matvec<WAVE, 1, false> : rfk_fused_matvec<WAVE, RFK_MAX_IN_FLIGHT, false>;
+#if !defined(RFK_NVIDIA) /* there the other types alone: rfk_find_pairs */
+    if (!other && fragments == 1) return rfk_fused_matvec<WAVE, 1, false>;
+    if (!other) return rfk_fused_matvec<WAVE, RFK_MAX_IN_FLIGHT, false>;
+#endif
+    (void)other, (void)fragments;
+    return rfk_fused_matvec<WAVE, 1, true>;
+}
+
+/* The kernel of rows in pairs; on AMD RFK_HAS_PAIRS is false. */
+static void (*rfk_find_pairs(uint32_t n_in))(rfk_fused_args) {
+#if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
+    return n_in > RFK_PAIRS_LONG ? rfk_pairs_matvec<2> : rfk_pairs_matvec<1>;
+#else
+    (void)n_in;
+    return NULL;
+#endif
 }
 
 template <int WAVE> static void (*rfk_find_few(bool other, uint32_t n_cols))(rfk_few_args) {
@@ -13831,11 +13960,13 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     rfk_bind_deferred_norm(p, f, &a);
     const rf_launch_config *config = &p->stats.configs[p->stats.config];
     const bool other = rfk_is_other(p->plan, f->products);
+    const bool pairs = RFK_HAS_PAIRS(p->dev) && !other;
     const uint32_t waves = RFK_FUSED_BLOCK_OF(p->dev) / p->dev->wave,
-                   blocks = rfk_divide_blocks(l, a.part, a.glu, waves,
+                   blocks = rfk_divide_blocks(l, a.part, a.glu, pairs ? 32 : waves,
                                               config->blocks_per_cu * p->dev->info.compute_units);
-    rfk_config c = {dim3(blocks), dim3(RFK_FUSED_BLOCK_OF(p->dev)),
+    rfk_config c = {dim3(blocks), dim3(pairs ? RFK_PAIRS_BLOCK : RFK_FUSED_BLOCK_OF(p->dev)),
                     a.n_in / 64 * 96 + rfk_grid_bytes(a.part, f->n_products), rfk_early_carveout(l), l->q->stream};
+    if (pairs) return rfk_enqueue_config(l, rfk_find_pairs(a.n_in), c, a);
     void (*kernel)(rfk_fused_args) =
         RFK_BY_WAVE(l, rfk_find_fused_matvec<32>(other, config->in_flight),
                     rfk_find_fused_matvec<64>(other, config->in_flight));

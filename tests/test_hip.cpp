@@ -3439,6 +3439,22 @@ static void test_bfloats() {
     for (size_t i = 0; i < sizeof prompts / sizeof *prompts; i++) attention_case(prompts[i]);
 }
 
+/* One row on NVIDIA's GPUs, whose waves take rows in pairs: the bits of a row a wave. */
+static void test_pairs() {
+    static const DecoderShape shapes[] = {
+        {RF_TYPE_Q4_K, RF_TYPE_Q6_K, 4, 2, 64, RF_CACHE_F16, true, true, true, 0},
+        {RF_TYPE_Q5_K, RF_TYPE_Q4_0, 4, 1, 128, RF_CACHE_F16, true, true, false, 0},
+        {RF_TYPE_Q8_0, RF_TYPE_Q5_0, 4, 4, 64, RF_CACHE_F16, false, true, false, 0},
+        {RF_TYPE_Q4_1, RF_TYPE_Q5_1, 8, 2, 32, RF_CACHE_F32, false, false, false, 0},
+        {RF_TYPE_Q3_K, RF_TYPE_Q6_K, 4, 2, 64, RF_CACHE_F16, true, false, false, 0},
+    };
+    for (const DecoderShape &c : shapes) {
+        const std::vector<float> alone = decoder_run(devices[0], c, 1, true);
+        OtherUnits units(0, HIP_EMU_SM80, 0);
+        CHECK(same_bits(alone, decoder_run(devices[0], c, 1, true)), "rows in pairs give other bits: %s", type_name(c.type));
+    }
+}
+
 /* Units that give lanes the results of others: found when the device is opened, for every instruction there is; products
  * and attention are right without them, and the device says so. */
 static void test_wrong_units() {
@@ -4003,6 +4019,7 @@ int main(int argc, char **argv) {
     RUN(test_threads);
     RUN(test_bfloats);
 #ifdef RF_TEST_EMU
+    RUN(test_pairs);
     RUN(test_blocks_of_512);
     RUN_SLOW(test_matrix_units);
     RUN(test_wrong_units);
