@@ -283,7 +283,7 @@ static thread_local hip_emu_machine *hip_emu_here; /* of the running block; mach
 #define gridDim (hip_emu_here->grid)
 
 /* The first fiber that is ready runs; this one goes on when somebody made it ready and its turn has come. */
-HIP_EMU_UNCHECKED static void hip_emu_run_next(hip_emu_machine *m) {
+HIP_EMU_UNCHECKED static inline void hip_emu_run_next(hip_emu_machine *m) {
     hip_emu_fiber *from = m->self, *to = m->ready.first;
     if (!to) hip_emu_die("deadlock: a barrier or shuffle that not every thread reaches");
     m->ready.first = to->next;
@@ -340,7 +340,7 @@ HIP_EMU_UNCHECKED static inline void hip_emu_named_barrier(unsigned id, unsigned
 }
 
 /* Every lane waits for all others of its wave. `kind` must be the same for all lanes. */
-HIP_EMU_UNCHECKED static void hip_emu_meet(unsigned kind) {
+HIP_EMU_UNCHECKED static inline void hip_emu_meet(unsigned kind) {
     hip_emu_machine *m = hip_emu_here;
     hip_emu_wave *w = m->self->wave;
     if (w->finished) hip_emu_die("a shuffle after a lane of the wave has left");
@@ -358,7 +358,7 @@ HIP_EMU_UNCHECKED static void hip_emu_meet(unsigned kind) {
 }
 
 /* Every lane gives a value and gets those of all. */
-HIP_EMU_UNCHECKED static const uint64_t *hip_emu_exchange(uint64_t value, unsigned kind) {
+HIP_EMU_UNCHECKED static inline const uint64_t *hip_emu_exchange(uint64_t value, unsigned kind) {
     hip_emu_fiber *f = hip_emu_here->self;
     uint64_t *all = f->wave->value[f->wave->round & 1];
     all[f->lane] = value;
@@ -372,7 +372,7 @@ template <class T> HIP_EMU_UNCHECKED static T __shfl_xor(T v, int mask, int widt
     unsigned lane = hip_emu_here->self->lane, from = lane ^ static_cast<unsigned>(mask),
              size = hip_emu_here->self->wave->size;
     const uint64_t *all = hip_emu_exchange(bits, 0x10000u + static_cast<unsigned>(mask));
-    if (from >= size || from / static_cast<unsigned>(width) != lane / static_cast<unsigned>(width))
+    if (static_cast<unsigned>(width) != size || from >= size)
         hip_emu_die("a shuffle reads a lane that is not there");
     memcpy(&v, &all[from], sizeof v);
     return v;
