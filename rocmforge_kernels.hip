@@ -3683,17 +3683,16 @@ RFK_DEVICE float rfk_push_one(const rfk_push &push, uint32_t turn, uint32_t row,
 #if !defined(ROCMFORGE_HIP_EMU)
 #define RFK_FUSED_BLOCK_OF(dev) RFK_FUSED_BLOCK
 #endif
-/* Fragments in flight a lane: at most, and until launch configs are timed. On NVIDIA a second one does not fit into 64
- * registers: spilling made a step 4 to 10 % slower on an H200. The emulator starts with either. */
-#if defined(RFK_NVIDIA)
-#define RFK_MAX_IN_FLIGHT 1
-#else
+/* Fragments of a row in flight a lane: at most, and until launch configs are timed. On NVIDIA a second one does not fit
+ * into 64 registers (spilling made a step 4 to 10 % slower on an H200): there rfk_pairs_matvec has two. The emulator
+ * starts with either. */
 #define RFK_MAX_IN_FLIGHT 2
-#endif
 #if defined(ROCMFORGE_HIP_EMU)
 #define RFK_FIRST_IN_FLIGHT(WAVE) ((WAVE) == 32 ? 1 : 2)
+#elif defined(RFK_NVIDIA)
+#define RFK_FIRST_IN_FLIGHT(WAVE) 1
 #else
-#define RFK_FIRST_IN_FLIGHT(WAVE) RFK_MAX_IN_FLIGHT
+#define RFK_FIRST_IN_FLIGHT(WAVE) 2
 #endif
 #define RFK_MAX_COLUMN 32768u /* values: 1.5 bytes of shared memory each */
 
@@ -4487,9 +4486,10 @@ template <int WAVE> RFK_DEVICE void rfk_wave_sums(float *x, float *y) {
 }
 
 /* ---- one column, rows in pairs ----
- * rfk_fused_matvec on NVIDIA, with the same bits: a wave takes two rows at a time, of the two products of a GLU or
- * adjacent ones. Both use what a lane has read of the column, and half as many waves leave registers for twice the
- * loads in flight. A block makes 32 results, then the next 32. */
+ * On NVIDIA the launch config of two fragments in flight, with the bits of rfk_fused_matvec: a wave takes two rows at a
+ * time, of the two products of a GLU or adjacent ones. Both use what a lane has read of the column, and half as many
+ * waves leave the registers. A block makes 32 results, then the next 32. 8B Q4_K_M on an H200: 562 -> 590 tok/s; others
+ * lose up to 1.5 %, so launch configs are timed. */
 
 #if defined(RFK_NVIDIA)
 #define RFK_HAS_PAIRS(dev) true
@@ -4499,7 +4499,6 @@ template <int WAVE> RFK_DEVICE void rfk_wave_sums(float *x, float *y) {
 #define RFK_HAS_PAIRS(dev) false
 #endif
 #define RFK_PAIRS_BLOCK 512u
-#define RFK_PAIRS_LONG 2048u /* values of a row: lanes have a second fragment of longer ones */
 #if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
 template <int TYPE, int U>
 RFK_DEVICE void rfk_pairs_block(const rfk_fused_args &a, const rfk_product &p, uint32_t number, uint32_t n_blocks,
@@ -4578,9 +4577,8 @@ RFK_DEVICE void rfk_pairs_block(const rfk_fused_args &a, const rfk_product &p, u
 }
 
 /* grid: the blocks of each product   block RFK_PAIRS_BLOCK   LDS 6 KiB and 1.5 bytes a value of the column
- *   reads W once
- * U: fragments of each row in flight a lane, or fewer if the type needs more registers */
-template <int U> static __global__ void RFK_RESIDENT(RFK_PAIRS_BLOCK, 1) rfk_pairs_matvec(rfk_fused_args a) {
+ *   reads W once */
+static __global__ void RFK_RESIDENT(RFK_PAIRS_BLOCK, 1) rfk_pairs_matvec(rfk_fused_args a) {
     RFK_SHARED(rfk_fused_shared, s);
     RFK_DYNAMIC(int4, column);
     uint32_t number, n_blocks;
@@ -4589,7 +4587,7 @@ template <int U> static __global__ void RFK_RESIDENT(RFK_PAIRS_BLOCK, 1) rfk_pai
     const rfk_column c = rfk_column_in(column, a.n_in);
 #define RFK_PAIRS_CASE(TYPE, max) \
     case TYPE: \
-        if (rfk_built<TYPE>::is) rfk_pairs_block<TYPE, (U < max ? U : max)>(a, p, number, n_blocks, c, s); \
+        if (rfk_built<TYPE>::is) rfk_pairs_block<TYPE, max>(a, p, number, n_blocks, c, s); \
         break;
     switch (p.type) {
         RFK_FUSED_TYPES(RFK_PAIRS_CASE)
@@ -11148,8 +11146,8 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
     memset(&kernel, 0, sizeof kernel);
     if (r == RF_OK) { /* griddepcontrol is in code for sm_90 and later; long columns need more than 48 KiB of LDS */
         rfk_scope scope(d->index); /* attributes belong to the current device */
-        const void *rows[3] = {(const void *)rfk_fused_matvec<32, 1, true>, (const void *)rfk_pairs_matvec<1>,
-                               (const void *)rfk_pairs_matvec<2>};
+        const void *rows[3] = {(const void *)rfk_fused_matvec<32, 1, false>, (const void *)rfk_fused_matvec<32, 1, true>,
+                               (const void *)rfk_pairs_matvec};
         d->early = cudaFuncGetAttributes(&kernel, rows[0]) == cudaSuccess && kernel.ptxVersion >= 90;
         for (int i = 0; i < 3; i++)
             (void)cudaFuncSetAttribute(rows[i], cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -13837,21 +13835,11 @@ static void rfk_bind_deferred_norm(rf_prepared *p, const rfk_fused *f, rfk_fused
 }
 
 template <int WAVE> static void (*rfk_find_fused_matvec(bool other, uint32_t fragments))(rfk_fused_args) {
-#if !defined(RFK_NVIDIA) /* there the other types alone: rfk_find_pairs */
-    if (!other && fragments == 1) return rfk_fused_matvec<WAVE, 1, false>;
-    if (!other) return rfk_fused_matvec<WAVE, RFK_MAX_IN_FLIGHT, false>;
-#endif
-    (void)other, (void)fragments;
-    return rfk_fused_matvec<WAVE, 1, true>;
-}
-
-/* The kernel of rows in pairs; on AMD RFK_HAS_PAIRS is false. */
-static void (*rfk_find_pairs(uint32_t n_in))(rfk_fused_args) {
-#if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
-    return n_in > RFK_PAIRS_LONG ? rfk_pairs_matvec<2> : rfk_pairs_matvec<1>;
+    if (other) return rfk_fused_matvec<WAVE, 1, true>;
+#if defined(RFK_NVIDIA)
+    return fragments == 1 ? rfk_fused_matvec<WAVE, 1, false> : rfk_pairs_matvec;
 #else
-    (void)n_in;
-    return NULL;
+    return fragments == 1 ? rfk_fused_matvec<WAVE, 1, false> : rfk_fused_matvec<WAVE, RFK_MAX_IN_FLIGHT, false>;
 #endif
 }
 
@@ -13960,16 +13948,18 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     rfk_bind_deferred_norm(p, f, &a);
     const rf_launch_config *config = &p->stats.configs[p->stats.config];
     const bool other = rfk_is_other(p->plan, f->products);
-    const bool pairs = RFK_HAS_PAIRS(p->dev) && !other;
+    const bool pairs = RFK_HAS_PAIRS(p->dev) && !other && config->in_flight == 2;
     const uint32_t waves = RFK_FUSED_BLOCK_OF(p->dev) / p->dev->wave,
                    blocks = rfk_divide_blocks(l, a.part, a.glu, pairs ? 32 : waves,
                                               config->blocks_per_cu * p->dev->info.compute_units);
     rfk_config c = {dim3(blocks), dim3(pairs ? RFK_PAIRS_BLOCK : RFK_FUSED_BLOCK_OF(p->dev)),
                     a.n_in / 64 * 96 + rfk_grid_bytes(a.part, f->n_products), rfk_early_carveout(l), l->q->stream};
-    if (pairs) return rfk_enqueue_config(l, rfk_find_pairs(a.n_in), c, a);
     void (*kernel)(rfk_fused_args) =
         RFK_BY_WAVE(l, rfk_find_fused_matvec<32>(other, config->in_flight),
                     rfk_find_fused_matvec<64>(other, config->in_flight));
+#if defined(ROCMFORGE_HIP_EMU)
+    if (pairs) kernel = rfk_pairs_matvec;
+#endif
     return rfk_enqueue_config(l, kernel, c, a);
 }
 
