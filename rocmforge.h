@@ -98,7 +98,7 @@
  *   ROCMFORGE_TYPES           implementation, kernels file: tensor types that get kernels, names of RF_TYPE_TABLE, e.g.
  *                             Q4_K,Q6_K,Q8_0,F16 (F32 is always in; default all): quicker to compile. nvcc wants
  *                             its commas escaped: '-DROCMFORGE_TYPES=Q4_K\,Q6_K'
- *   ROCMFORGE_RCCL            kernels file: ranks, by RCCL (ROCm 5.6) or NCCL (2.14), or newer ones: rf_rank_id
+ *   ROCMFORGE_RCCL            kernels file: RCCL (ROCm 5.6) or NCCL (2.14), or newer ones: rf_rank_id, rf_split
  *   ROCMFORGE_NO_SIMD         implementation: portable C kernels only, slow to run, compiles in half the time
  *   ROCMFORGE_MALLOC/_FREE    implementation: default allocator, both or none (default malloc, free)
  *   ROCMFORGE_MAX_LAYERS ...  implementation: limits for files, named beside their checks
@@ -437,7 +437,10 @@ typedef struct rf_device_info {
  * attention, columns of the FFN, and of a mixture of experts a range of the experts, shared ones by columns. It holds
  * the weights and the KV cache of that; embedding and routers are on all of them, the output matrix on the first. Two
  * sums over all GPUs a layer join the parts, so that a token takes less time, too: by a kernel on each that writes into
- * the others' memory. For GPUs with peer access, and models of attention and FFNs, dense or of experts, without
+ * the others' memory, or, where rocmforge_kernels.hip was compiled with ROCMFORGE_RCCL, with parts that RCCL brings: for
+ * all sums if a GPU cannot reach another's memory, for large ones if that was faster when the device was opened, which
+ * rf_device_info.note tells. Both ways add the parts in one order, so that the choice changes no bits. For GPUs
+ * with peer access or RCCL, and models of attention and FFNs, dense or of experts, without
  * fused tensors for attention; others are refused by name when the model is opened. Results are those of one
  * device but for rounding, with the same bits in every run. If a GPU waits for another in vain, some 20 seconds, that
  * is an error that names both; the device is lost then. */
@@ -2516,11 +2519,16 @@ typedef struct rf_plan_members {
                              which nobody waits any more; RF_NO_EPOCH: every one. Then each member's words */
     uint32_t turn, epoch; /* of the plan_run to come: that of sum 0; a number of its own for each step, not 0 */
     uint32_t wait_ms;     /* for a part of another member */
-    uint32_t arrives;     /* 1: the other members' parts are brought to the floats of blocks[rank], n values a row,
-                             before the plan_run of a SUM, and this one's is left where it is */
+    uint64_t arrive_from; /* of sums of at least so many values the other members' parts are brought to the floats of
+                             blocks[rank], n values a row, before the plan_run of the SUM, and this one's is left where
+                             it is. UINT64_MAX: of none */
 } rf_plan_members;
 #define RF_TROUBLE_WORDS 8u
 #define RF_NO_EPOCH 0xffffffffu
+static inline int rf_sum_arrives(const rf_plan_members *members, const rf_op *op, uint32_t n_rows) {
+    return members && (uint64_t)op->sum.n * n_rows >= members->arrive_from;
+}
+
 /* A member gave up its wait. `from` is written last. */
 enum { RF_TROUBLE_FROM, RF_TROUBLE_SUM, RF_TROUBLE_BLOCK, RF_TROUBLE_WANTED, RF_TROUBLE_FOUND, RF_TROUBLE_EPOCH };
 
@@ -2601,7 +2609,7 @@ typedef struct rf_session_stats {
                               0: not all are timed yet                                                      */
 } rf_session_stats;
 
-#define RF_DEVICE_API_VERSION 14u
+#define RF_DEVICE_API_VERSION 15u
 
 /* The table of a device. Every entry may be called from any thread and leaves the thread's current device as it was.
  * Failures return a code and fill err; a device that is gone for good says so in device_info.lost. Asynchronous work
@@ -2688,15 +2696,20 @@ typedef struct rf_device_api {
 
     /* Ranks; all NULL: the device is none. id: [RF_RANK_ID_BYTES] */
     rf_result (*rank_id)(uint8_t *id, rf_error *err);
-    rf_result (*rank_join)(rf_dev *d, const rf_device_desc *desc, rf_error *err); /* once; device_close ends it */
-    void (*rank_leave)(rf_dev *d); /* transfers end, wherever they are. So does any failure of d's work */
-    /* All of them go on at once; what is sent to a rank, and what it receives, match in their order */
-    rf_result (*transfer)(rf_queue *q, const rf_transfer *t, uint32_t n, rf_ticket *ticket, rf_error *err);
+    /* The n devices become ranks desc->rank and up, once; device_close ends it. n is 1, or all ranks are of this process */
+    rf_result (*rank_join)(rf_dev *const *d, uint32_t n, const rf_device_desc *desc, rf_error *err);
+    /* Transfers end, wherever they are. So does any failure of d's work, if there are ranks in other processes */
+    void (*rank_leave)(rf_dev *d);
+    /* n transfers of each of n_queues queues, t and tickets in their order. All go on at once; what is sent to a rank, and
+     * what it receives, match in their order */
+    rf_result (*transfer)(rf_queue *const *q, uint32_t n_queues, const rf_transfer *t, uint32_t n, rf_ticket *tickets,
+                          rf_error *err);
     /* A block of shared_create for processes of this host: its owner exports it, others import it, for kernels that
      * write it and for mem_copy from it, and forget it before it is released. handle: [RF_HANDLE_BYTES] */
     rf_result (*mem_export)(rf_dev *d, const rf_mem *mem, uint8_t *handle, rf_error *err);
     rf_result (*mem_import)(rf_dev *d, const uint8_t *handle, uint64_t size_bytes, rf_mem *out, rf_error *err);
     void (*mem_forget)(rf_dev *d, rf_mem *mem);
+    uint32_t flagged_sum; /* values of the largest SUM that is written with turns; RF_SUM_FLAGGED at most */
 } rf_device_api;
 
 #define RF_HANDLE_BYTES 64u
@@ -17287,11 +17300,13 @@ typedef struct rfi_group {
     rfi_member members[RFI_MEMBERS];
     uint32_t host_member; /* creates host memory: the first GPU, or 0; of ranks this process's */
     uint32_t ranks;       /* 1: the members are processes */
-    uint32_t wait_ms;     /* for other ranks */
-    int reach;            /* ranks, by tensors: kernels of all write into the memory of all */
+    uint32_t wait_ms;     /* for transfers */
+    int reach;            /* by tensors: kernels of all write into the memory of all */
+    int joined;           /* the members are RCCL's ranks, all in this process */
+    uint64_t arrive_from; /* by tensors: as in rf_plan_members */
     int in_step;          /* ranks: a step was begun and not ended */
-    char left[RFI_LEFT_BYTES]; /* why this rank has left; "": it has not */
-    char note[160];       /* copies that go through host memory, and why  */
+    char left[RFI_LEFT_BYTES]; /* why this rank has left, or sums end; "": they do not */
+    char note[160];       /* copies that go through host memory, and why; how sums go */
     uint32_t split;       /* rf_split */
     uint32_t *trouble;    /* by tensors: as in rf_plan_members, for all plans */
     uint32_t epoch;       /* of the last step: in its order */
@@ -17884,8 +17899,9 @@ static rf_result rfi_group_probe(rfi_group *g, uint32_t m, uint32_t o, rf_mem *f
     else if (p) rfi_probe_close(p), rfi_free(&g->alloc, p);
     if (r == RF_OK && can == RF_OK) to->peers |= 1u << o;
     else if (!g->note[0])
-        snprintf(g->note, sizeof g->note, "%s: %s from %s: %.70s", far ? "sums by RCCL" : "copies through host memory",
-                 to->name, from->name, hangs ? "a copy hangs" : why.text);
+        snprintf(g->note, sizeof g->note, "%s: %s from %s: %.70s",
+                 far || (g->split && to->api->transfer) ? "sums by RCCL" : "copies through host memory", to->name,
+                 from->name, hangs ? "a copy hangs" : why.text);
     return r;
 }
 
@@ -17947,16 +17963,16 @@ static rf_result rfi_rank_transfer(rfi_group *g, rf_queue *q, const rf_transfer 
                                    rf_error *err) {
     const rfi_member *own = &g->members[g->host_member];
     rf_error why = {0};
-    return own->api->transfer(q, t, n, ticket, &why) == RF_OK ? RF_OK
-                                                              : rfi_rank_left(g, rfi_rank_peers(t, n), &why, err);
+    return own->api->transfer(&q, 1, t, n, ticket, &why) == RF_OK ? RF_OK
+                                                                  : rfi_rank_left(g, rfi_rank_peers(t, n), &why, err);
 }
 
-/* n bytes of this rank at `own` go to all others, theirs to `parts`, `stride` apart.   Returns how many transfers */
-static uint32_t rfi_rank_swap(const rfi_group *g, rf_mem_at own, rf_mem_at parts, uint64_t stride, uint64_t n,
-                              rf_transfer *t) {
+/* n bytes of member `to` at `own` go to all others, theirs to `parts`, `stride` apart.   Returns how many transfers */
+static uint32_t rfi_rank_swap(const rfi_group *g, uint32_t to, rf_mem_at own, rf_mem_at parts, uint64_t stride,
+                              uint64_t n, rf_transfer *t) {
     uint32_t n_transfers = 0;
     for (uint32_t m = 0; m < g->n; m++) {
-        if (m == g->host_member) continue;
+        if (m == to) continue;
         t[n_transfers++] = (rf_transfer){own, n, m, 1};
         t[n_transfers++] = (rf_transfer){{parts.mem, parts.offset + m * stride}, n, m, 0};
     }
@@ -17976,7 +17992,7 @@ static rf_result rfi_rank_gather(rfi_group *g, void *all, uint64_t bytes, rf_err
     RFI_MEMBER(r, own, mem_create(own->dev, g->n * bytes, &mem, &why), err);
     RFI_MEMBER(r, own, mem_write(q, &mem, g->host_member * bytes, at, bytes, &ticket, &why), err);
     const rf_mem_at from = {&mem, g->host_member * bytes}, to = {&mem, 0};
-    const uint32_t n = rfi_rank_swap(g, from, to, bytes, bytes, t);
+    const uint32_t n = rfi_rank_swap(g, g->host_member, from, to, bytes, bytes, t);
     if (r == RF_OK) r = rfi_rank_transfer(g, q, t, n, &ticket, err);
     if (r == RF_OK) r = rfi_rank_wait(g, &ticket, rfi_rank_others(g), err);
     RFI_MEMBER(r, own, mem_read(q, &mem, 0, all, g->n * bytes, &ticket, &why), err);
@@ -17997,7 +18013,7 @@ static rf_result rfi_ranks_open(rfi_group *g, const rf_device_desc *desc, rf_err
     rfi_rank_card cards[RFI_MEMBERS] = {{0}};
     const rfi_rank_card *mine = &cards[g->host_member];
     rf_error why = {0};
-    if (own->api->rank_join(own->dev, desc, &why) != RF_OK) return rfi_rank_left(g, rfi_rank_others(g), &why, err);
+    if (own->api->rank_join(&own->dev, 1, desc, &why) != RF_OK) return rfi_rank_left(g, rfi_rank_others(g), &why, err);
     cards[g->host_member] = (rfi_rank_card){own->free_bytes, RF_DEVICE_API_VERSION, sizeof(rf_op), g->n, g->split};
     rf_result r = rfi_rank_gather(g, cards, sizeof *cards, err);
     for (uint32_t m = 0; r == RF_OK && m < g->n; m++) {
@@ -18078,6 +18094,7 @@ static rf_result rfi_ranks_probe(rfi_group *g, rf_error *err) {
         if (!g->reach && !g->note[0])
             snprintf(g->note, sizeof g->note, "sums by RCCL: rank %u cannot copy from others", m);
     }
+    g->arrive_from = g->reach ? UINT64_MAX : 0;
     rfi_rank_forget(g, blocks);
     if (r == RF_OK) r = rfi_rank_gather(g, peers, sizeof *peers, err);
     if (blocks[g->host_member].base) own->api->mem_release(own->dev, &blocks[g->host_member]);
@@ -18089,6 +18106,24 @@ static rf_result rfi_ranks_probe(rfi_group *g, rf_error *err) {
 
 static void rfi_group_host_release(rf_dev *d, void *host);
 static rf_result rfi_group_host_create(rf_dev *d, uint64_t size_bytes, void **out, rf_error *err);
+static rf_result rfi_group_try_sums(rfi_group *g, rf_error *err);
+
+/* By tensors, where the members are ranks of one process: none is any more, so that no transfer goes on. */
+static void rfi_group_leave(rfi_group *g) {
+    rfi_group_order(g);
+    for (uint32_t m = 0; g->joined && m < g->n; m++) g->members[m].api->rank_leave(g->members[m].dev);
+    g->joined = 0;
+    g->arrive_from = UINT64_MAX;
+    rfi_group_order_end(g);
+}
+
+/* The same after a failure. */
+static void rfi_group_leave_failed(rfi_group *g) {
+    if (!g->joined) return;
+    rfi_group_leave(g);
+    snprintf(g->note, sizeof g->note, "sums by kernels, since work has failed");
+    if (!g->reach) snprintf(g->left, sizeof g->left, "%s: no sums by RCCL any more, since work has failed", g->name);
+}
 
 /* By tensors: each member's kernels write into the memory of all others. */
 static rf_result rfi_group_open_shards(rfi_group *g, rf_error *err) {
@@ -18104,7 +18139,9 @@ static rf_result rfi_group_open_shards(rfi_group *g, rf_error *err) {
             if (strcmp(member->name, g->members[o].name) == 0)
                 return rfi_fail(err, RF_ERR_UNSUPPORTED, m, "%s: %s twice: a split by tensors wants each GPU once",
                                 g->name, member->name);
-        if ((member->peers | 1u << m) != all)
+        if (m == 0) g->reach = 1;
+        g->reach &= (member->peers | 1u << m) == all;
+        if (!g->reach && !member->api->transfer)
             return rfi_fail(err, RF_ERR_UNSUPPORTED, m, "%s: a split by tensors wants peer access between all: %s",
                             g->name, g->note);
     }
@@ -18113,7 +18150,7 @@ static rf_result rfi_group_open_shards(rfi_group *g, rf_error *err) {
     if (r != RF_OK) return r;
     memset(trouble, 0, bytes);
     g->trouble = (uint32_t *)trouble;
-    return RF_OK;
+    return !g->ranks && g->members[0].api->transfer ? rfi_group_try_sums(g, err) : RF_OK;
 }
 
 /* By tensors: a wait that was given up ends the group's use. Kernels write this. */
@@ -18138,6 +18175,7 @@ static void rfi_group_close(rf_dev *d) {
     if (g->stuck && g->stuck->to->api->ticket_done(&g->stuck->copied)) rfi_probe_close(g->stuck);
     rfi_free(&alloc, g->stuck);
     rfi_group_host_release(d, g->trouble);
+    rfi_group_leave(g);
     for (uint32_t m = 0; m < g->n; m++)
         if (g->members[m].dev) g->members[m].api->device_close(g->members[m].dev);
     pthread_mutex_destroy(&g->lock);
@@ -18187,7 +18225,8 @@ static rf_result rfi_group_open(const char *name, const rfi_group *members, cons
     snprintf(g->name, sizeof g->name, "%s", name);
     g->split = desc->split;
     g->ranks = desc->ranks > 1;
-    g->wait_ms = desc->rank_wait_ms;
+    g->wait_ms = g->ranks ? desc->rank_wait_ms : RFI_SUM_MS;
+    g->arrive_from = UINT64_MAX;
     pthread_mutex_init(&g->lock, NULL);
     pthread_mutexattr_init(&recursive);
     pthread_mutexattr_settype(&recursive, PTHREAD_MUTEX_RECURSIVE);
@@ -18384,13 +18423,14 @@ static rf_result rfi_group_ticket_wait(const rf_ticket *ticket, uint32_t timeout
     rf_ticket t[RFI_MEMBERS];
     const rfi_group_queue *q = rfi_group_tickets(ticket, t);
     rf_result first = RF_OK;
-    if (q && q->g->ranks && timeout_ms > q->g->wait_ms) timeout_ms = q->g->wait_ms;
+    if (q && (q->g->ranks || q->g->joined) && timeout_ms > q->g->wait_ms) timeout_ms = q->g->wait_ms;
     for (uint32_t m = 0; q && m < q->g->n; m++) {
         rf_result r = RF_OK;
         RFI_MEMBER(r, &q->g->members[m], ticket_wait(&t[m], timeout_ms, &why), err);
         if (first == RF_OK) first = r;
     }
     if (first == RF_OK && q) first = rfi_group_trouble(q->g, err);
+    if (first != RF_OK) rfi_group_leave_failed(q->g);
     if (first != RF_OK && q->g->ranks) {
         const rf_error why = err ? *err : (rf_error){.text = "a wait failed"};
         return rfi_rank_left(q->g, rfi_rank_others(q->g), &why, err);
@@ -18851,7 +18891,7 @@ static rf_result rfi_shards_block(rfi_group_plan *p, uint32_t m, rf_error *err) 
     RFI_MEMBER(r, member, ticket_wait(&t, RFI_WAIT_MS, &why), err);
     if (q) member->api->queue_release(q);
     p->members[m] = (rf_plan_members){p->g->n, m, p->blocks, p->g->trouble, 0, 0,
-                                      p->g->ranks ? p->g->wait_ms : RFI_SUM_MS, p->g->ranks && !p->g->reach};
+                                      p->g->wait_ms, p->g->arrive_from};
     return r;
 }
 
@@ -18924,7 +18964,7 @@ static rf_result rfi_ranks_agree(rfi_group_plan *p, int first, rf_result r, rf_e
     const rf_plan_bind *bind = &p->bind;
     const uint32_t sizes[] = {bind->n_ctx, bind->n_seq, bind->n_batch, bind->n_logits, bind->cache_type, bind->n_slots};
     const rfi_member *own = &g->members[g->host_member];
-    const int shares = first && g->reach;
+    const int shares = first && g->reach; /* by tensors */
     rfi_rank_session all[RFI_MEMBERS], *mine = &all[g->host_member];
     rf_mem *block = &p->blocks[g->host_member];
     memset(all, 0, sizeof all);
@@ -18970,25 +19010,44 @@ static rf_result rfi_shards_prepare(rfi_group_plan *p, uint32_t *segment_ops, ui
     return r == RF_OK ? rfi_shards_segments(p, shard_ops, segment_ops, n_segments, err) : r;
 }
 
-/* By ranks: have the other members' parts of the sum that is the shards' segment k. */
-static rf_result rfi_rank_parts(rfi_group_plan *p, rfi_group_queue *q, uint32_t k, const rf_step *step,
-                                rf_error *err) {
+/* By RCCL: n transfers of each member of this process, in their order. */
+static rf_result rfi_shards_transfer(rfi_group *g, rfi_group_queue *q, const rf_transfer *t, uint32_t n,
+                                     rf_error *err) {
+    rf_ticket tickets[RFI_MEMBERS] = {{0}};
+    const rfi_member *first = &g->members[0];
+    rf_error why = {0};
+    if (g->ranks) return rfi_rank_submit(g, q, t, n, err);
+    pthread_mutex_lock(&q->lock);
+    const rf_ticket oldest = q->sent[q->n_sent % RFI_RANK_AHEAD];
+    pthread_mutex_unlock(&q->lock);
+    rf_result r = first->api->ticket_wait(&oldest, g->wait_ms, &why);
+    if (r == RF_OK) r = first->api->transfer(q->queues, g->n, t, n, tickets, &why);
+    for (uint32_t m = 0; m < g->n; m++) rfi_group_note(q, m, &tickets[m]);
+    return r == RF_OK ? r : rfi_fail_with(err, &why);
+}
+
+/* Have the other members' parts of the sum that is the shards' segment k. */
+static rf_result rfi_shards_parts(rfi_group_plan *p, rfi_group_queue *q, uint32_t k, const rf_step *step,
+                                  rf_error *err) {
     rfi_group *g = p->g;
     const uint32_t own = g->host_member;
     const rfi_shard *shard = &p->shards[own];
     const rf_op *op = &shard->ops[p->shard_ops[k]];
     const uint64_t width = shard->buffers[op->in].width, widest = shard->buffers[shard->plan.n_buffers - 1].width,
                    part = 4ull * p->bind.n_batch * widest, turn = p->members[own].turn + op->sum.index;
-    const rf_mem *scratch = &rfi_group_mem_of(&p->bind.scratch)->mem[own];
     const uint32_t apart = op->sum.n == width ? 1 : step->n_rows; /* rows that are not one after the other */
     const uint64_t n = 4ull * op->sum.n * step->n_rows / apart;
-    rf_mem_at from = {scratch, p->buffer_offset[op->in]},
-              to = {&p->blocks[own], p->blocks[own].size_bytes - 2 * g->n * part + (turn & 1) * g->n * part};
-    rf_transfer t[2 * RFI_MEMBERS];
+    rf_transfer t[2 * RFI_MEMBERS * RFI_MEMBERS];
     rf_result r = RF_OK;
     for (uint32_t i = 0; r == RF_OK && i < apart; i++) {
-        r = rfi_rank_submit(g, q, t, rfi_rank_swap(g, from, to, part, n, t), err);
-        from.offset += 4 * width, to.offset += n;
+        uint32_t n_transfers = 0;
+        for (uint32_t m = 0; m < g->n; m++) {
+            if (!g->members[m].dev) continue;
+            const rf_mem_at from = {&rfi_group_mem_of(&p->bind.scratch)->mem[m], p->buffer_offset[op->in] + 4 * width * i},
+                            to = {&p->blocks[m], p->blocks[m].size_bytes - 2 * g->n * part + (turn & 1) * g->n * part + n * i};
+            n_transfers += rfi_rank_swap(g, m, from, to, part, n, t + n_transfers);
+        }
+        r = rfi_shards_transfer(g, q, t, 2 * (g->n - 1), err);
     }
     return r;
 }
@@ -19011,27 +19070,34 @@ static rf_result rfi_shards_run_one(rfi_group_plan *p, rfi_group_queue *q, uint3
 static rf_result rfi_shards_run(rfi_group_plan *p, rfi_group_queue *q, uint32_t first, uint32_t last,
                                 const rf_step *step, rf_error *err) {
     const uint32_t n = p->g->n, begin = p->shard_segments[first], end = p->shard_segments[last];
-    const uint32_t arrives = p->members[p->g->host_member].arrives;
+    const rfi_shard *shard = &p->shards[p->g->host_member];
+    const rf_plan_members *members = &p->members[p->g->host_member];
     rf_result r = rfi_group_trouble(p->g, err);
-    int whole = first == 0 && last == p->n_segments && !arrives, one = 0;
+    if (r == RF_OK) r = rfi_rank_check(p->g, err);
     if (r != RF_OK) return r;
     if (first == 0 && ++p->g->epoch == RF_NO_EPOCH) p->g->epoch = 1;
     for (uint32_t m = 0; m < n; m++) {
         p->members[m].turn = p->turn - p->sums[begin];
-        if (first == 0) p->members[m].epoch = p->g->epoch;
+        if (first > 0) continue;
+        p->members[m].epoch = p->g->epoch;
+        p->members[m].arrive_from = p->g->arrive_from;
     }
+    const uint64_t widest = shard->buffers[shard->plan.n_buffers - 1].width;
+    int whole = first == 0 && last == p->n_segments && step->n_rows * widest < members->arrive_from, one = 0;
     for (uint32_t m = 0; m < n && whole; m++, whole = whole && one) {
         one = !p->g->members[m].dev;
         RFI_MEMBER(r, &p->g->members[m], plan_ready(p->prepared[m], q->queues[m], step, &one, &why), err);
     }
     for (uint32_t k = begin, next; r == RF_OK && k < end; k = next) {
         next = whole ? end : k + 1;
-        if (arrives && p->sums[k + 1] > p->sums[k]) r = rfi_rank_parts(p, q, k, step, err);
+        if (!whole && p->sums[k + 1] > p->sums[k] && rf_sum_arrives(members, &shard->ops[p->shard_ops[k]], step->n_rows))
+            r = rfi_shards_parts(p, q, k, step, err);
         for (uint32_t m = 0; r == RF_OK && m < n; m++) r = rfi_shards_run_one(p, q, m, k, next, step, err);
     }
     q->current = p->g->host_member;
     p->turn += r == RF_OK ? p->sums[end] - p->sums[begin] : p->shards[0].n_sums;
-    if (r != RF_OK) *(volatile uint32_t *)p->g->trouble = p->members[p->g->host_member].epoch;
+    if (r != RF_OK) *(volatile uint32_t *)p->g->trouble = members->epoch;
+    if (r != RF_OK) rfi_group_leave_failed(p->g);
     return r;
 }
 
@@ -19047,6 +19113,198 @@ static rf_result rfi_shards_times(rfi_group_plan *p, float *us, uint32_t n, rf_e
     for (uint32_t i = 0; own && i < n_ops; i++)
         if (shard->origin[i] < n) us[shard->origin[i]] += own[i];
     rfi_free(&p->g->alloc, own);
+    return r;
+}
+
+/* ---- which way sums go ----
+ * In one process, by tensors, where RCCL is built in: when the group is opened sums of a plan with nothing else are tried
+ * and timed both ways, by kernels that reach the other members' memory, and with parts that RCCL brings. Parts are added
+ * in the same order either way, so that the choice is none of bits. Sums of few values always go by kernels, in graphs. */
+
+#define RFI_TRIAL_SIZES 3u
+#define RFI_TRIAL_SUMS 3u   /* that are timed as one, three times */
+#define RFI_TRIAL_ROWS 512u /* of a step, at most: more than those of graphs at least */
+#define RFI_TRIAL_MS 5000u  /* a wait, at most: RCCL's first one makes connections */
+static const uint32_t rfi_trial_rows[RFI_TRIAL_SIZES] = {64, 256, RFI_TRIAL_ROWS};
+
+typedef struct rfi_trial {
+    rfi_group_plan p;
+    rfi_group_queue *q;
+    rf_table *tables[RFI_MEMBERS];
+    rf_mem scratch;
+    rf_op op;
+    rf_plan_buffer buffers[2]; /* sums, parts */
+    uint64_t offsets[2];
+    uint32_t segments[2], ops[1];
+    rf_step_row rows[RFI_TRIAL_ROWS];
+    float us[RFI_TRIAL_SIZES]; /* of a sum, the last way */
+} rfi_trial;
+
+static void rfi_trial_close(rfi_trial *t) {
+    rfi_group *g = t->p.g;
+    if (t->q) rfi_group_queue_release((rf_queue *)(void *)t->q);
+    for (uint32_t m = 0; m < g->n; m++) {
+        const rfi_member *member = &g->members[m];
+        if (t->p.prepared[m]) member->api->plan_release(t->p.prepared[m]);
+        if (t->tables[m]) member->api->table_release(t->tables[m]);
+        if (t->p.blocks[m].base) member->api->mem_release(member->dev, &t->p.blocks[m]);
+    }
+    if (t->scratch.base) rfi_group_mem_release((rf_dev *)(void *)g, &t->scratch);
+    rfi_free(&g->alloc, t);
+}
+
+/* Member m's part of value i. All sums are exact. */
+static float rfi_trial_part(uint32_t m, uint64_t i) { return (float)((i * 7 + m * 13) % 1021); }
+
+static rf_result rfi_trial_open_member(rfi_trial *t, uint32_t m, float *parts, rf_error *err) {
+    rfi_group_plan *p = &t->p;
+    rfi_shard *shard = &p->shards[m];
+    const rfi_member *member = &p->g->members[m];
+    const uint64_t n = (uint64_t)RFI_TRIAL_ROWS * t->buffers[0].width;
+    uint32_t first = 0;
+    rf_ticket written = {0};
+    shard->plan = (rf_plan){.ops = &t->op, .n_ops = 1, .buffers = t->buffers, .n_buffers = 2, .n_layers = 1, .n_vocab = 1,
+                            .logits = RF_NONE, .argmax = RF_NONE, .hidden = RF_NONE, .given = RF_NONE};
+    shard->ops = &t->op, shard->buffers = t->buffers, shard->n_sums = 1;
+    rf_result r = rfi_shards_block(p, m, err);
+    if (r == RF_OK) r = rfi_group_mem_have(p->g, rfi_group_mem_of(&t->scratch), m, t->scratch.size_bytes, err);
+    RFI_MEMBER(r, member, table_create(member->dev, &shard->plan, &t->tables[m], &why), err);
+    rf_plan_bind own = p->bind;
+    own.plan = &shard->plan;
+    own.table = t->tables[m];
+    own.scratch = rfi_group_mem_of(&t->scratch)->mem[m];
+    own.members = &p->members[m];
+    RFI_MEMBER(r, member, plan_prepare(member->dev, &own, &first, &p->segments[m], &p->prepared[m], &why), err);
+    for (uint64_t i = 0; i < n; i++) parts[i] = rfi_trial_part(m, i);
+    RFI_MEMBER(r, member, mem_write(t->q->queues[m], &rfi_group_mem_of(&t->scratch)->mem[m], t->offsets[1], parts,
+                                    n * sizeof *parts, &written, &why), err);
+    RFI_MEMBER(r, member, ticket_wait(&written, RFI_WAIT_MS, &why), err);
+    return r;
+}
+
+static rf_result rfi_trial_open(rfi_trial *t, float *values, rf_error *err) {
+    rfi_group *g = t->p.g;
+    rfi_group_plan *p = &t->p;
+    const uint32_t width = g->members[0].api->flagged_sum / 32 / 4 * 4;
+    const uint64_t bytes = 4ull * RFI_TRIAL_ROWS * width;
+    rf_queue *q = NULL;
+    t->buffers[0] = t->buffers[1] = (rf_plan_buffer){"a sum", RF_ROWS_TOKENS, width};
+    t->op = (rf_op){.kind = RF_OP_SUM, .rows = RF_ROWS_TOKENS, .in = 1, .in2 = RF_NONE, .in3 = RF_NONE, .out = 0,
+                    .weight = RF_NONE, .bias = RF_NONE, .factor = RF_NONE, .state = RF_NONE, .sum = {width, 0}};
+    t->offsets[1] = (bytes + 255) / 256 * 256;
+    t->segments[1] = 1;
+    for (uint32_t i = 0; i < RFI_TRIAL_ROWS; i++) t->rows[i] = (rf_step_row){.pos = (int32_t)i, .logits_row = -1};
+    rf_result r = rfi_group_mem_create((rf_dev *)(void *)g, 2 * t->offsets[1], &t->scratch, err);
+    if (r == RF_OK) r = rfi_group_queue_create((rf_dev *)(void *)g, &q, err);
+    if (r == RF_OK) t->q = rfi_group_queue_of(q);
+    p->bind = (rf_plan_bind){.scratch = t->scratch, .buffer_offset = t->offsets, .n_ctx = RFI_TRIAL_ROWS, .n_seq = 1,
+                             .n_batch = RFI_TRIAL_ROWS, .n_logits = 1};
+    p->buffer_offset = t->offsets, p->shard_segments = p->sums = t->segments, p->shard_ops = t->ops;
+    p->n_segments = p->turn = 1;
+    for (uint32_t m = 0; r == RF_OK && m < g->n; m++) r = rfi_trial_open_member(t, m, values, err);
+    return r;
+}
+
+/* n sums one after the other. */
+static rf_result rfi_trial_run(rfi_trial *t, uint32_t n_rows, uint32_t n, rf_error *err) {
+    const rf_step step = {.rows = t->rows, .n_rows = n_rows};
+    rf_ticket ticket;
+    rf_result r = RF_OK;
+    for (uint32_t i = 0; r == RF_OK && i < n; i++) r = rfi_shards_run(&t->p, t->q, 0, 1, &step, err);
+    const rf_result ran = rfi_group_ticket(t->q, r, &ticket);
+    if (r == RF_OK) r = ran;
+    return r == RF_OK ? rfi_group_ticket_wait(&ticket, t->p.g->wait_ms, err) : r;
+}
+
+/* Time one way, and see that the first sum is right on all members. values: [the largest sum] */
+static rf_result rfi_trial_time(rfi_trial *t, float *values, rf_error *err) {
+    rfi_group *g = t->p.g;
+    rf_result r = RF_OK;
+    for (uint32_t k = 0; r == RF_OK && k < RFI_TRIAL_SIZES; k++) {
+        const uint64_t n = (uint64_t)rfi_trial_rows[k] * t->buffers[0].width;
+        double best = 1e9;
+        r = rfi_trial_run(t, rfi_trial_rows[k], 1, err);
+        for (uint32_t m = 0; k == 0 && m < g->n; m++) {
+            const rfi_member *member = &g->members[m];
+            rf_ticket read = {0};
+            RFI_MEMBER(r, member, mem_read(t->q->queues[m], &rfi_group_mem_of(&t->scratch)->mem[m], 0, values,
+                                           n * sizeof *values, &read, &why), err);
+            RFI_MEMBER(r, member, ticket_wait(&read, RFI_WAIT_MS, &why), err);
+            for (uint64_t i = 0; r == RF_OK && i < n; i++) {
+                float want = 0;
+                for (uint32_t o = 0; o < g->n; o++) want += rfi_trial_part(o, i);
+                if (values[i] != want) r = rfi_fail(err, RF_ERR_DEVICE, i, "%s: a sum gave wrong values", member->name);
+            }
+        }
+        for (uint32_t i = 0; r == RF_OK && i < 3; i++) {
+            const double start = rfi_now();
+            r = rfi_trial_run(t, rfi_trial_rows[k], RFI_TRIAL_SUMS, err);
+            best = fmin(best, rfi_now() - start);
+        }
+        t->us[k] = (float)(best * 1e6 / RFI_TRIAL_SUMS);
+    }
+    return r;
+}
+
+/* From which size on sums go by RCCL, and a note of it. RCCL has to be faster by a tenth: of sums by kernels products
+ * write the parts while they run, which is not timed here. Times: [RFI_TRIAL_SIZES] */
+static void rfi_group_choose(rfi_group *g, uint32_t width, const float *kernels_us, const float *rccl_us) {
+    const uint32_t last = RFI_TRIAL_SIZES - 1;
+    char by[48] = "kernels";
+    g->arrive_from = g->reach ? UINT64_MAX : 0;
+    for (uint32_t k = RFI_TRIAL_SIZES; g->reach && k-- > 0 && rccl_us[k] < 0.9f * kernels_us[k];)
+        g->arrive_from = (uint64_t)rfi_trial_rows[k] * width;
+    if (!g->reach) return; /* the note says why */
+    if (g->arrive_from != UINT64_MAX)
+        snprintf(by, sizeof by, "RCCL from %u values on", (unsigned)g->arrive_from);
+    snprintf(g->note, sizeof g->note, "sums by %s: of %u values kernels take %.0f us, RCCL %.0f us", by,
+             rfi_trial_rows[last] * width, (double)kernels_us[last], (double)rccl_us[last]);
+}
+
+/* Time both ways, as far as they work. What does not is in *why, and by kernels in the note. */
+static rf_result rfi_trial_both(rfi_trial *t, const uint8_t *id, float *values, rf_error *why) {
+    rfi_group *g = t->p.g;
+    rf_dev *devices[RFI_MEMBERS];
+    float kernels_us[RFI_TRIAL_SIZES] = {0};
+    const rf_device_desc desc = {.ranks = g->n, .rank_id = id, .rank_wait_ms = RFI_SUM_MS};
+    for (uint32_t m = 0; m < g->n; m++) devices[m] = g->members[m].dev;
+    if (g->reach) {
+        g->reach = rfi_trial_time(t, values, why) == RF_OK;
+        memcpy(kernels_us, t->us, sizeof kernels_us);
+        memset(g->trouble, 0, (1 + RFI_MEMBERS) * RF_TROUBLE_WORDS * sizeof *g->trouble);
+        if (!g->reach) snprintf(g->note, sizeof g->note, "sums by RCCL: %.140s", why->text);
+        rfi_clear(why);
+    }
+    rf_result can = g->members[0].api->rank_join(devices, g->n, &desc, why);
+    g->joined = can == RF_OK;
+    g->arrive_from = 0;
+    if (can == RF_OK) can = rfi_trial_time(t, values, why);
+    if (can == RF_OK) rfi_group_choose(g, t->buffers[0].width, kernels_us, t->us);
+    if (can != RF_OK || g->arrive_from == UINT64_MAX) rfi_group_leave(g);
+    g->left[0] = 0;
+    return can;
+}
+
+static rf_result rfi_group_try_sums(rfi_group *g, rf_error *err) {
+    const rf_device_api *api = g->members[0].api;
+    uint8_t id[RF_RANK_ID_BYTES];
+    rf_error why = {0};
+    rfi_trial *t = (rfi_trial *)rfi_alloc(&g->alloc, 1, sizeof *t, "a trial of sums", err);
+    float *values = (float *)rfi_alloc(&g->alloc, (uint64_t)RFI_TRIAL_ROWS * api->flagged_sum / 32, sizeof *values,
+                                       "a trial of sums", err);
+    rf_result r = t && values ? RF_OK : RF_ERR_MEMORY, can = api->rank_id(id, &why);
+    if (t) t->p.g = g;
+    g->wait_ms = RFI_TRIAL_MS;
+    if (r == RF_OK && can == RF_OK) r = rfi_trial_open(t, values, err);
+    if (r == RF_OK && can == RF_OK) can = rfi_trial_both(t, id, values, &why);
+    g->wait_ms = RFI_SUM_MS;
+    if (r == RF_OK && can != RF_OK && g->reach)
+        snprintf(g->note, sizeof g->note, "sums by kernels: %.140s", why.text);
+    else if (r == RF_OK && can != RF_OK)
+        r = rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "%s: a split by tensors wants peer access between all, or RCCL: %.90s; "
+                     "%.90s", g->name, g->note, why.text);
+    if (t) rfi_trial_close(t);
+    rfi_free(&g->alloc, values);
     return r;
 }
 
@@ -33905,7 +34163,7 @@ RFI_ONCE_CODE_END
  *          deepseek4: op COMPRESS; rf_plan_state.unit, rows of blocks, which INDEX reads under RF_OP_LAST and ATTENTION
  *            beside positions: rf_attention_params.block_unit; RF_OP_SQRT_SOFTPLUS, and ROUTE's ids by token.
           Ranks, a process a GPU: rf_rank_id, rf_device_desc.ranks, ROCMFORGE_RCCL. Section 2: rank_id to mem_forget,
-            rf_transfer, rf_plan_members.wait_ms, arrives.
+            rf_transfer, rf_plan_members.wait_ms, arrive_from. One process's sums by RCCL, too, where that is faster.
  *   0.2.0  Renames and one rule for each kind of call; old -> new:
  *            rf_eval, rf_forward                 -> rf_session_eval, rf_session_forward
  *            rf_row                              -> rf_token_row

@@ -8295,7 +8295,7 @@ struct rfk_members_args {
     uint32_t in_stride, out_stride, n, n_rows, accumulate, index;
     uint32_t polls;   /* until a wait is given up */
     uint32_t pushed;  /* the product has written this member's part */
-    uint32_t arrived; /* as rf_plan_members.arrives */
+    uint32_t arrived; /* as rf_sum_arrives */
     uint32_t n_members, rank;
     uint64_t part_values;        /* of a part without flags */
     char *block[RF_MAX_MEMBERS]; /* the members' */
@@ -10187,6 +10187,7 @@ struct rf_dev {
     ncclComm_t comm;           /* NULL: it is no rank, or has left; guarded by lock */
 #endif
     uint32_t wait_ms;          /* for other ranks; 0: it is none */
+    int ranks_here;            /* all ranks are devices of this process: it says when they leave */
     uint32_t shared_bytes;     /* dynamic shared memory of a block of rfk_flash, at most */
 };
 #define RFK_WRONG_BYTES 1u  /* of int8: weights are multiplied without tiles */
@@ -10530,7 +10531,7 @@ static rf_result rfk_device_info(rf_dev *d, rf_device_info *out, rf_error *err) 
 static void rfk_rank_leave(rf_dev *d);
 static rf_result rfk_settle(rf_queue *q, rf_result r) {
     if (r != RF_OK) {
-        rfk_rank_leave(q->dev); /* else the queue might wait for another rank without end */
+        if (!q->dev->ranks_here) rfk_rank_leave(q->dev); /* else the queue might wait for another rank without end */
         (void)hipStreamSynchronize(q->stream);
         (void)hipGetLastError();
     }
@@ -10702,19 +10703,27 @@ static void rfk_rank_leave(rf_dev *d) {
     pthread_mutex_unlock(&d->lock);
 }
 
-static rf_result rfk_rank_join(rf_dev *d, const rf_device_desc *desc, rf_error *err) {
-    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+static rf_result rfk_rank_join(rf_dev *const *d, uint32_t n, const rf_device_desc *desc, rf_error *err) {
+    ncclResult_t e[RF_MAX_MEMBERS];
     ncclUniqueId id;
-    ncclComm_t comm = NULL;
-    rfk_scope scope(d->index);
-    if (scope.error != hipSuccess) return rfk_check_scope(d, scope, err);
+    uint32_t begun = 0;
+    rf_result r = RF_OK;
     memcpy(&id, desc->rank_id, sizeof id);
-    config.blocking = 0;
-    d->wait_ms = desc->rank_wait_ms;
-    const ncclResult_t e = ncclCommInitRankConfig(&comm, (int)desc->ranks, id, (int)desc->rank, &config);
-    d->comm = comm;
-    const rf_result r = rfk_comm_wait(d, e, "ncclCommInitRankConfig", err);
-    if (r != RF_OK) rfk_rank_leave(d);
+    for (; r == RF_OK && begun < n; begun++) {
+        rf_dev *one = d[begun];
+        ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+        ncclComm_t comm = NULL;
+        rfk_scope scope(one->index);
+        if ((r = rfk_check_scope(one, scope, err)) != RF_OK) break;
+        config.blocking = 0;
+        one->wait_ms = desc->rank_wait_ms;
+        one->ranks_here = n > 1;
+        e[begun] = ncclCommInitRankConfig(&comm, (int)desc->ranks, id, (int)(desc->rank + begun), &config);
+        one->comm = comm;
+        if (e[begun] != ncclInProgress) r = rfk_comm_wait(one, e[begun], "ncclCommInitRankConfig", err);
+    }
+    for (uint32_t i = 0; r == RF_OK && i < n; i++) r = rfk_comm_wait(d[i], e[i], "ncclCommInitRankConfig", err);
+    for (uint32_t i = 0; r != RF_OK && i < begun; i++) rfk_rank_leave(d[i]);
     return r;
 }
 
@@ -10730,33 +10739,45 @@ static void rfk_rank_finish(rf_dev *d) {
     rfk_rank_leave(d);
 }
 
-static ncclResult_t rfk_transfer_all(rf_queue *q, const rf_transfer *t, uint32_t n) {
+static ncclResult_t rfk_transfer_all(rf_queue *const *q, uint32_t n_queues, const rf_transfer *t, uint32_t n) {
+    for (uint32_t k = 0; k < n_queues; k++)
+        if (!q[k]->dev->comm) return RFK_HAS_LEFT;
     ncclResult_t e = ncclGroupStart();
     if (e != ncclSuccess) return e;
-    for (uint32_t i = 0; (e == ncclSuccess || e == ncclInProgress) && i < n; i++) {
+    for (uint32_t i = 0; (e == ncclSuccess || e == ncclInProgress) && i < n_queues * n; i++) {
+        const rf_queue *own = q[i / n];
         char *at = (char *)t[i].at.mem->base + t[i].at.offset;
         const int peer = (int)t[i].peer;
-        e = t[i].is_send ? ncclSend(at, (size_t)t[i].n, ncclInt8, peer, q->dev->comm, q->stream)
-                         : ncclRecv(at, (size_t)t[i].n, ncclInt8, peer, q->dev->comm, q->stream);
+        e = t[i].is_send ? ncclSend(at, (size_t)t[i].n, ncclInt8, peer, own->dev->comm, own->stream)
+                         : ncclRecv(at, (size_t)t[i].n, ncclInt8, peer, own->dev->comm, own->stream);
     }
     const ncclResult_t end = ncclGroupEnd();
     return e == ncclSuccess || e == ncclInProgress ? end : e;
 }
 
-static rf_result rfk_transfer(rf_queue *q, const rf_transfer *t, uint32_t n, rf_ticket *ticket, rf_error *err) {
-    rf_dev *d = q->dev;
+/* Locks of several queues and devices are taken in the queues' order. */
+static rf_result rfk_transfer(rf_queue *const *q, uint32_t n_queues, const rf_transfer *t, uint32_t n,
+                              rf_ticket *tickets, rf_error *err) {
     rf_result r = RF_OK;
-    ncclResult_t e = RFK_HAS_LEFT;
-    rfk_no_ticket(ticket);
-    rfk_scope scope(d->index);
-    if (scope.error != hipSuccess) return rfk_enter_queue(q, scope, err);
-    for (uint32_t i = 0; r == RF_OK && i < n; i++) r = rfk_range(t[i].at.mem, t[i].at.offset, t[i].n, "transfer", err);
+    for (uint32_t k = 0; k < n_queues; k++) rfk_no_ticket(&tickets[k]);
+    for (uint32_t i = 0; r == RF_OK && i < n_queues * n; i++)
+        r = rfk_range(t[i].at.mem, t[i].at.offset, t[i].n, "transfer", err);
     if (r != RF_OK) return r;
-    pthread_mutex_lock(&q->submit);
-    pthread_mutex_lock(&d->lock);
-    if (d->comm) e = rfk_transfer_all(q, t, n);
-    pthread_mutex_unlock(&d->lock);
-    return rfk_end_submit(q, rfk_comm_wait(d, e, "ncclGroupEnd", err), ticket, err);
+    rfk_scope scope(q[0]->dev->index);
+    if (scope.error != hipSuccess) return rfk_enter_queue(q[0], scope, err);
+    for (uint32_t k = 0; k < n_queues; k++) pthread_mutex_lock(&q[k]->submit);
+    for (uint32_t k = 0; k < n_queues; k++) pthread_mutex_lock(&q[k]->dev->lock);
+    const ncclResult_t e = rfk_transfer_all(q, n_queues, t, n);
+    for (uint32_t k = 0; k < n_queues; k++) pthread_mutex_unlock(&q[k]->dev->lock);
+    for (uint32_t k = 0; r == RF_OK && k < n_queues; k++) r = rfk_comm_wait(q[k]->dev, e, "ncclGroupEnd", err);
+    for (uint32_t k = 0; r != RF_OK && k < n_queues; k++) rfk_rank_leave(q[k]->dev);
+    for (uint32_t k = 0; k < n_queues; k++) {
+        rfk_scope own(q[k]->dev->index);
+        if (r == RF_OK) r = rfk_check_scope(q[k]->dev, own, err);
+        const rf_result one = rfk_end_submit(q[k], r, &tickets[k], err);
+        if (r == RF_OK) r = one;
+    }
+    return r;
 }
 
 static_assert(sizeof(hipIpcMemHandle_t) == RF_HANDLE_BYTES, "a handle");
@@ -10811,7 +10832,7 @@ static rf_result rfk_ticket_wait(const rf_ticket *ticket, uint32_t timeout_ms, r
             return rfk_fail(err, RF_ERR_DEVICE, 0, 0, "%s: not finished after %u ms", d->info.name, timeout_ms);
 #if defined(ROCMFORGE_RCCL)
         const ncclResult_t state = waited > 2e-3 && d->wait_ms ? rfk_comm_state(d) : ncclSuccess;
-        if (state != ncclSuccess && state != ncclInProgress)
+        if (state != ncclSuccess && state != ncclInProgress && !(state == RFK_HAS_LEFT && d->ranks_here))
             return rfk_comm_wait(d, state, "ncclSend or ncclRecv", err);
 #endif
         if (waited > 2e-3) {
@@ -12852,9 +12873,8 @@ static bool rfk_is_fused_alone(const rf_prepared *p, uint32_t i) {
 enum { RFK_PUSHES_NOT, RFK_PUSHES_FLAGGED, RFK_PUSHES_PARTS };
 static int rfk_pushes(const rf_prepared *p, const rf_step *step, uint32_t i) {
     const rf_op *op = &p->plan->ops[i];
-    if (!p->members || p->members->arrives || p->events || i + 1 >= p->plan->n_ops || op[1].kind != RF_OP_SUM ||
-        op->kind != RF_OP_MATMUL ||
-        op->out != op[1].in)
+    if (!p->members || p->events || i + 1 >= p->plan->n_ops || op[1].kind != RF_OP_SUM || op->kind != RF_OP_MATMUL ||
+        op->out != op[1].in || rf_sum_arrives(p->members, &op[1], step->n_rows))
         return RFK_PUSHES_NOT;
     if ((uint64_t)op->matmul.n_out * step->n_rows > RFK_MEMBER_FLAGGED)
         return p->capturing ? RFK_PUSHES_NOT : RFK_PUSHES_PARTS;
@@ -13366,7 +13386,7 @@ static rf_result rfk_run_sum(const rfk_launching *l) {
     a.n_rows = l->n_rows;
     a.accumulate = l->op->flags & RF_OP_ACCUMULATE;
     a.index = l->op->sum.index;
-    a.arrived = p->members && p->members->arrives;
+    a.arrived = rf_sum_arrives(p->members, l->op, l->n_rows);
     a.pushed = l->index > 0 && rfk_pushes(p, l->step, l->index - 1) != RFK_PUSHES_NOT;
     if (!p->members || a.arrived || (uint64_t)a.n * a.n_rows > RFK_MEMBER_FLAGGED)
         return rfk_enqueue_early(l, rfk_sum_members, dim3(RFK_MEMBER_BLOCKS), RFK_MEMBER_BLOCK, a);
@@ -14701,6 +14721,7 @@ extern "C" const rf_device_api *rocmforge_hip_api(void) {
 #else
         NULL, NULL, NULL, NULL, NULL, NULL, NULL,
 #endif
+        RFK_MEMBER_FLAGGED,
     };
     return &api;
 }

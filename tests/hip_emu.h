@@ -64,6 +64,12 @@ void hip_emu_matrix_unit(int device, int kind);
  * an end (until this is OK again). */
 enum { HIP_EMU_PEERS_OK = 0, HIP_EMU_PEERS_REFUSED = 1, HIP_EMU_PEERS_WRONG = 2, HIP_EMU_PEERS_HANG = 3 };
 void hip_emu_peers(int how);
+/* Transfers of RCCL (rccl_emu.h) between devices of one process: slower than kernels' sums, as at the start, or faster
+ * than those; with wrong bytes; without end; or there is no RCCL at all. */
+enum { HIP_EMU_RCCL_SLOW = 0, HIP_EMU_RCCL_FAST = 1, HIP_EMU_RCCL_WRONG = 2, HIP_EMU_RCCL_HANG = 3, HIP_EMU_RCCL_NONE = 4 };
+void hip_emu_rccl(int how);
+/* Transfers between devices of this process, since the start. */
+uint64_t hip_emu_rccl_transfers(void);
 /* Copies from one device to another, since the start. */
 uint64_t hip_emu_peer_copies(void);
 /* Threads of a block of the fused matvec on a device: 1024, as NVIDIA's have, or 512, as AMD's. At the start 1024 and 512. */
@@ -789,13 +795,13 @@ struct hip_emu_state {
     std::map<char *, int> device_of; /* blocks of device memory */
     bool lost[4];
     bool peers_open[4][4]; /* [d][o]: d was told to use o's memory */
-    int peers;
-    uint64_t peer_copies;
+    int peers, rccl;
+    uint64_t peer_copies, rccl_transfers;
     float elapsed_ms;
     uint32_t random;
     hip_emu_state() : again(false), n_events(0), n_graphs(0), n_comms(0), calls(0), launches(0), replays(0), fail_call(0), fail_work(0), flip(0),
                       fail_forever(false), broken(false), n_devices(2), n_units(5), count_error(0), no_kernels(0),
-                      order(HIP_EMU_LATE), stale_graphs(0), peers_open(), peers(0), peer_copies(0), elapsed_ms(-1),
+                      order(HIP_EMU_LATE), stale_graphs(0), peers_open(), peers(0), rccl(0), peer_copies(0), rccl_transfers(0), elapsed_ms(-1),
                       random(1) {
         for (int i = 0; i < 4; i++) lost[i] = false, memory[i] = static_cast<size_t>(8) << 30;
         const char *text = getenv("HIP_EMU_FLIP");
@@ -1432,6 +1438,10 @@ static void hip_emu_run(dim3 grid, dim3 block, size_t dynamic_bytes, unsigned wa
         std::unique_ptr<hip_emu_machine> m = hip_emu_begin(like, index, wave, launch);
         (hip_emu_continue(m.get()) ? hip_emu_idle : resting).push_back(std::move(m));
     }
+    if (!resting.empty() && hip_emu().rccl == HIP_EMU_RCCL_FAST) {
+        const struct timespec nap = {0, 10000000};
+        nanosleep(&nap, nullptr);
+    }
     while (!resting.empty()) {
         const size_t n = resting.size();
         for (size_t i = 0; i < resting.size();) {
@@ -1493,6 +1503,8 @@ void hip_emu_fail_work(uint64_t n) { HIP_EMU_LOCK; hip_emu().fail_work = n; }
 void hip_emu_flip_result(uint64_t n) { HIP_EMU_LOCK; hip_emu().flip = n; }
 void hip_emu_memory(int device, size_t size_bytes) { HIP_EMU_LOCK; hip_emu().memory[device] = size_bytes; }
 void hip_emu_peers(int how) { HIP_EMU_LOCK; hip_emu().peers = how; }
+void hip_emu_rccl(int how) { HIP_EMU_LOCK; hip_emu().rccl = how; }
+uint64_t hip_emu_rccl_transfers(void) { HIP_EMU_LOCK; return hip_emu().rccl_transfers; }
 uint64_t hip_emu_peer_copies(void) { HIP_EMU_LOCK; return hip_emu().peer_copies; }
 void hip_emu_recover(void) { HIP_EMU_LOCK; for (int i = 0; i < 4; i++) hip_emu().lost[i] = false; }
 void hip_emu_devices(int n, int error) { HIP_EMU_LOCK; hip_emu().n_devices = n; hip_emu().count_error = error; }

@@ -1,6 +1,6 @@
 /* rccl_emu.h: the calls of RCCL (and NCCL) that rocmforge_kernels.hip uses, for its emulation on the CPU (hip_emu.h, which comes
- * first). Ranks are processes of one machine; what they send lies in a file that all of them map, whose name is the id. As the real
- * ones with `blocking` 0: a call that is in progress says so at least once; sends and receives are work of a stream, those of a
+ * first). Ranks are processes of one machine, or devices of one; what they send lies in a file that all of them map, whose name is
+ * the id. As the real ones with `blocking` 0: a call that is in progress says so at least once; sends and receives are work of a stream, those of a
  * group go on together, and wait for other ranks without end, unless the communicator is aborted. Each call counts as one of the
  * runtime's, which hip_emu_fail_call makes fail. */
 #ifndef RCCL_EMU_H
@@ -49,7 +49,11 @@ struct rccl_emu_op {
     size_t left;
     int peer;
     bool is_send;
+    ncclComm_t comm;
+    hipStream_t stream;
 };
+
+static uint64_t rccl_emu_moved; /* bytes, by this process; guarded by the emulation's lock */
 
 /* Move what can be moved. Of one peer, in order. */
 static bool rccl_emu_progress(ncclComm_t c, std::vector<rccl_emu_op> &ops) {
@@ -67,7 +71,7 @@ static bool rccl_emu_progress(ncclComm_t c, std::vector<rccl_emu_op> &ops) {
             if (n == 0) break;
             if (op.is_send) memcpy(p.bytes + at, op.at, n), p.written += n;
             else memcpy(op.at, p.bytes + at, n), p.read += n;
-            op.at += n, op.left -= n;
+            op.at += n, op.left -= n, rccl_emu_moved += n;
         }
         waits[op.is_send][op.peer] = op.left > 0;
         all &= op.left == 0;
@@ -88,6 +92,7 @@ static ncclResult_t rccl_emu_call() {
 static inline ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
     const ncclResult_t e = rccl_emu_call();
     if (e != ncclSuccess) return e;
+    if (hip_emu().rccl == HIP_EMU_RCCL_NONE) return ncclSystemError;
     memset(id, 0, sizeof *id);
     snprintf(id->internal, sizeof id->internal, "/tmp/rccl_emu.XXXXXX");
     const int file = mkstemp(id->internal);
@@ -154,8 +159,6 @@ static inline ncclResult_t ncclCommAbort(ncclComm_t c) {
 }
 
 static thread_local std::vector<rccl_emu_op> *rccl_emu_group; /* of the thread; NULL: none was begun */
-static thread_local ncclComm_t rccl_emu_group_comm;
-static thread_local hipStream_t rccl_emu_group_stream;
 
 static inline ncclResult_t ncclGroupStart() {
     const ncclResult_t e = rccl_emu_call();
@@ -171,9 +174,9 @@ static ncclResult_t rccl_emu_add(const void *p, size_t n, int peer, ncclComm_t c
     if (peer < 0 || peer >= c->n || peer == c->rank) return ncclInvalidArgument;
     HIP_EMU_LOCK;
     if (!hip_emu_lies_in(hip_emu().device_memory, p, n)) hip_emu_die("a transfer of what is not device memory");
-    rccl_emu_op op = {static_cast<char *>(const_cast<void *>(p)), n, peer, is_send};
+    rccl_emu_op op = {static_cast<char *>(const_cast<void *>(p)), n, peer, is_send, c, s};
+    if (hip_emu_owner(p) != (*s)->device) hip_emu_die("a transfer of another device's memory");
     rccl_emu_group->push_back(op);
-    rccl_emu_group_comm = c, rccl_emu_group_stream = s;
     return ncclSuccess;
 }
 static inline ncclResult_t ncclSend(const void *p, size_t n, ncclDataType_t, int peer, ncclComm_t c, hipStream_t s) {
@@ -182,21 +185,44 @@ static inline ncclResult_t ncclSend(const void *p, size_t n, ncclDataType_t, int
 static inline ncclResult_t ncclRecv(void *p, size_t n, ncclDataType_t, int peer, ncclComm_t c, hipStream_t s) {
     return rccl_emu_add(p, n, peer, c, s, false);
 }
-/* Ends the group also where it fails; then nothing was given to the stream. */
+static void rccl_emu_nap() {
+    const struct timespec nap = {0, 2000000};
+    nanosleep(&nap, nullptr);
+}
+/* A communicator's part of a group. here: of ranks of this process, of which it lets the others work. */
+static void rccl_emu_work(ncclComm_t c, std::vector<rccl_emu_op> &ops, bool here) {
+    const int how = here ? hip_emu().rccl : HIP_EMU_RCCL_FAST;
+    if (how == HIP_EMU_RCCL_HANG && !c->aborted) hip_emu().again = true;
+    if (c->aborted || how == HIP_EMU_RCCL_HANG) return;
+    for (bool more = true; !rccl_emu_progress(c, ops);) {
+        if (!more) return (void)(hip_emu().again = true);
+        const uint64_t moved = rccl_emu_moved;
+        more = here && (hip_emu_run_other() || rccl_emu_moved > moved);
+    }
+    if (how == HIP_EMU_RCCL_SLOW) rccl_emu_nap();
+    if (how == HIP_EMU_RCCL_WRONG && !ops.back().is_send) ops.back().at[-1] ^= 1;
+}
+
+/* Ends the group also where it fails; then nothing was given to the streams. */
 static inline ncclResult_t ncclGroupEnd() {
     const ncclResult_t e = rccl_emu_call();
     if (!rccl_emu_group) hip_emu_die("the end of no group");
-    std::shared_ptr<std::vector<rccl_emu_op> > ops(rccl_emu_group);
+    const std::unique_ptr<std::vector<rccl_emu_op> > all(rccl_emu_group);
     rccl_emu_group = nullptr;
-    if (e != ncclSuccess || ops->empty()) return e;
+    if (e != ncclSuccess || all->empty()) return e;
     HIP_EMU_LOCK;
-    const ncclComm_t c = rccl_emu_group_comm;
-    std::shared_ptr<rccl_emu_comm> held(c, rccl_emu_drop);
-    c->n_holders++;
-    c->asked = 0;
-    (void)hip_emu_enqueue(rccl_emu_group_stream, [held, ops] {
-        if (!held->aborted && !rccl_emu_progress(held.get(), *ops)) hip_emu().again = true;
-    });
+    const bool here = all->front().comm != all->back().comm;
+    for (size_t i = 0; i < all->size();) {
+        const ncclComm_t c = (*all)[i].comm;
+        const hipStream_t stream = (*all)[i].stream;
+        std::shared_ptr<std::vector<rccl_emu_op> > ops(new std::vector<rccl_emu_op>);
+        for (; i < all->size() && (*all)[i].comm == c; i++) ops->push_back((*all)[i]);
+        std::shared_ptr<rccl_emu_comm> held(c, rccl_emu_drop);
+        c->n_holders++;
+        c->asked = 0;
+        if (here) hip_emu().rccl_transfers += ops->size();
+        (void)hip_emu_enqueue(stream, [held, ops, here] { rccl_emu_work(held.get(), *ops, here); });
+    }
     return ncclInProgress;
 }
 

@@ -411,6 +411,86 @@ static void test_tensors_refused(void) {
     hip_emu_peers(HIP_EMU_PEERS_OK);
 }
 
+/* By tensors, sums by kernels, by RCCL, and large ones alone by RCCL: the same bits. What does not work, or is slower, is not
+ * used, and the note says so. */
+static void test_rccl(void) {
+    static const struct { int rccl, peers, uses; const char *note; } ways[] = {
+        {HIP_EMU_RCCL_NONE, HIP_EMU_PEERS_OK, 0, "sums by kernels: hip: ncclGetUniqueId: system error"},
+        {HIP_EMU_RCCL_SLOW, HIP_EMU_PEERS_OK, 0, "sums by kernels: of 14336 values kernels take "},
+        {HIP_EMU_RCCL_FAST, HIP_EMU_PEERS_OK, 1, "sums by RCCL from 1792 values on: of 14336 values kernels take "},
+        {HIP_EMU_RCCL_SLOW, HIP_EMU_PEERS_REFUSED, 2, "sums by RCCL: hip:0 from hip:2: hip:0: no peer access to hip:2"},
+        {HIP_EMU_RCCL_WRONG, HIP_EMU_PEERS_OK, 0, "sums by kernels: hip:0: a sum gave wrong values"},
+        {HIP_EMU_RCCL_HANG, HIP_EMU_PEERS_OK, 0, "sums by kernels: hip:0: not finished after 5000 ms"},
+        {HIP_EMU_RCCL_SLOW, HIP_EMU_PEERS_WRONG, 2, "sums by RCCL: hip:0 from hip:2: a copy from hip:2 gave wrong bytes"},
+        {HIP_EMU_RCCL_WRONG, HIP_EMU_PEERS_REFUSED, -1, "no peer access to hip:2; hip:0: a sum gave wrong values"}};
+    static const char *const names[] = {"hip:0,2", "hip:0,2,1"};
+    static const rf_device_desc dd = {.split = RF_SPLIT_TENSORS};
+    static speech want, got;
+    mg_buf file = {0};
+    mg_llama(&file, &(mg_options){.type = MG_F32, .n_layers = 2, .n_embd = 512, .n_heads = 8, .n_kv_heads = 4, .n_ff = 160, .seed = 9, .rope_freqs = 1});
+    for (size_t k = 0; k < RFT_COUNT(names); k++)
+        for (size_t i = 0; i < (k ? 4 : RFT_COUNT(ways)); i++) {
+            rig r;
+            hip_emu_rccl(ways[i].rccl);
+            hip_emu_peers(ways[i].peers);
+            const rf_result res = rig_try(&r, &(rig_how){.file = &file, .device = names[k], .device_desc = &dd, .session = &session});
+            hip_emu_rccl(HIP_EMU_RCCL_SLOW);
+            const char *said = res == RF_OK ? rf_device_get_info(r.d).note : r.err.text;
+            CHECK((res == RF_OK) == (ways[i].uses >= 0) && strstr(said, ways[i].note), "%s, way %zu: %d '%s'", names[k], i, res, said);
+            if (res == RF_OK) {
+                const uint64_t before = hip_emu_rccl_transfers();
+                CHECK(speak(&r, i ? &got : &want) == RF_OK, "%s, way %zu: %s", names[k], i, r.err.text);
+                const uint64_t n = hip_emu_rccl_transfers() - before;
+                CHECK(i == 0 || memcmp(&want, &got, sizeof want) == 0, "%s, way %zu: other bits", names[k], i);
+                CHECK(ways[i].uses == 0 ? n == 0 : ways[i].uses == 1 ? n > 0 && n < 110 : n > 110, "%s, way %zu: %u transfers", names[k], i, (unsigned)n);
+            }
+            rig_close(&r);
+            const hip_emu_counts now = hip_emu_get_counts();
+            CHECK(now.allocations + now.host_allocations + now.streams + now.comms == 0, "%s, way %zu: a leak", names[k], i);
+        }
+    hip_emu_rccl(HIP_EMU_RCCL_NONE);
+    hip_emu_peers(HIP_EMU_PEERS_OK);
+    mg_free(&file);
+}
+
+/* Calls that fail, of RCCL too, while sums go by it: an error, or the same bits by kernels; then the session goes on by kernels. */
+static void rccl_failing(int peers, uint32_t n_runs) {
+    static const rf_device_desc dd = {.split = RF_SPLIT_TENSORS};
+    static speech want, got;
+    mg_buf file = {0};
+    uint32_t noticed = 0, n = 0;
+    uint64_t n_calls = 1, opened = 0;
+    mg_llama(&file, &(mg_options){.type = MG_Q4_0, .n_layers = 2, .n_embd = 512, .n_heads = 8, .n_kv_heads = 4, .n_ff = 160, .seed = 12});
+    hip_emu_peers(peers);
+    for (uint64_t call = 0; call < n_calls; call += 1 + n_calls / n_runs, n++) {
+        rig r;
+        const uint64_t before = hip_emu_get_counts().calls;
+        hip_emu_rccl(HIP_EMU_RCCL_FAST);
+        hip_emu_fail_call(call, 0);
+        rf_result res = rig_try(&r, &(rig_how){.file = &file, .device = "hip:0,2", .device_desc = &dd, .session = &session});
+        hip_emu_rccl(HIP_EMU_RCCL_SLOW);
+        if (call == 0) opened = hip_emu_get_counts().calls - before;
+        if (res == RF_OK) res = speak(&r, call ? &got : &want);
+        if (call == 0) n_calls = hip_emu_get_counts().calls - before;
+        hip_emu_fail_call(0, 0);
+        noticed += res != RF_OK || strstr(rf_device_get_info(r.d).note, "fail") || strstr(rf_device_get_info(r.d).note, "error");
+        CHECK(call || res == RF_OK, "%s", r.err.text);
+        CHECK(res == RF_OK || strncmp(r.err.text, "hip", 3) == 0, "call %d: %s", (int)call, r.err.text);
+        CHECK(res != RF_OK || call == 0 || memcmp(&want, &got, sizeof want) == 0, "call %d failed unnoticed and gave other bits", (int)call);
+        if (res != RF_OK && r.s && peers == HIP_EMU_PEERS_OK)
+            CHECK(speak(&r, &got) == RF_OK && memcmp(&want, &got, sizeof want) == 0, "after call %d: %s", (int)call, r.err.text);
+        rig_close(&r);
+        const hip_emu_counts now = hip_emu_get_counts();
+        CHECK(now.allocations + now.host_allocations + now.streams + now.comms == 0, "call %d: a leak", (int)call);
+    }
+    CHECK(opened < n_calls && noticed > n / 3, "%u of %u failures noticed", noticed, n);
+    hip_emu_peers(HIP_EMU_PEERS_OK);
+    hip_emu_rccl(HIP_EMU_RCCL_NONE);
+    mg_free(&file);
+}
+static void test_rccl_failing(void) { rccl_failing(HIP_EMU_PEERS_OK, 12), rccl_failing(HIP_EMU_PEERS_REFUSED, 12); }
+static void test_rccl_failing_more(void) { rccl_failing(HIP_EMU_PEERS_OK, 150), rccl_failing(HIP_EMU_PEERS_REFUSED, 150); }
+
 /* Members that cannot copy from each other, or do so wrongly or without end, hand activations through host memory. */
 static void test_peers(void) {
     static const char *const why[] = {NULL, "no peer access", "wrong bytes", "hangs"};
@@ -543,7 +623,11 @@ int main(int argc, char **argv) {
     RFT_BEGIN(argc, argv);
 #ifdef RF_TEST_EMU
     hip_emu_devices(4, 0);
+    hip_emu_rccl(HIP_EMU_RCCL_NONE);
     RUN(test_tensors);
+    RUN(test_rccl);
+    RUN(test_rccl_failing);
+    RUN_SLOW(test_rccl_failing_more);
     RUN(test_tensors_experts);
     RUN(test_tensors_experts_within);
     RUN(test_tensors_streamed);
