@@ -437,11 +437,11 @@ typedef struct rf_device_info {
  * attention, columns of the FFN, and of a mixture of experts a range of the experts, shared ones by columns. It holds
  * the weights and the KV cache of that; embedding and routers are on all of them, the output matrix on the first. Two
  * sums over all GPUs a layer join the parts, so that a token takes less time, too: by a kernel on each that writes into
- * the others' memory, or, where rocmforge_kernels.hip was compiled with ROCMFORGE_RCCL, with parts that RCCL brings: for
- * all sums if a GPU cannot reach another's memory, for large ones if that was faster when the device was opened, which
- * rf_device_info.note tells. Both ways add the parts in one order, so that the choice changes no bits. For GPUs
- * with peer access or RCCL, and models of attention and FFNs, dense or of experts, without
- * fused tensors for attention; others are refused by name when the model is opened. Results are those of one
+ * the others' memory. Where the kernels file was compiled with ROCMFORGE_RCCL, RCCL brings the parts instead: of all
+ * sums if a GPU cannot reach another's memory, else of large ones if that was faster when the device was opened;
+ * rf_device_info.note says so. The parts are added in one order either way: the choice changes no bits. For GPUs with
+ * peer access or RCCL, and models of attention and FFNs, dense or of experts, without fused tensors for attention;
+ * others are refused by name when the model is opened. Results are those of one
  * device but for rounding, with the same bits in every run. If a GPU waits for another in vain, some 20 seconds, that
  * is an error that names both; the device is lost then. */
 typedef enum rf_split { RF_SPLIT_LAYERS = 0, RF_SPLIT_TENSORS = 1 } rf_split;
@@ -2696,12 +2696,12 @@ typedef struct rf_device_api {
 
     /* Ranks; all NULL: the device is none. id: [RF_RANK_ID_BYTES] */
     rf_result (*rank_id)(uint8_t *id, rf_error *err);
-    /* The n devices become ranks desc->rank and up, once; device_close ends it. n is 1, or all ranks are of this process */
+    /* The n devices become ranks desc->rank and up; device_close ends it. n is 1, or all ranks are in this process */
     rf_result (*rank_join)(rf_dev *const *d, uint32_t n, const rf_device_desc *desc, rf_error *err);
     /* Transfers end, wherever they are. So does any failure of d's work, if there are ranks in other processes */
     void (*rank_leave)(rf_dev *d);
-    /* n transfers of each of n_queues queues, t and tickets in their order. All go on at once; what is sent to a rank, and
-     * what it receives, match in their order */
+    /* n transfers of each of n_queues queues, t and tickets in their order. All go on at once; what is sent to a rank,
+     * and what it receives, match in their order */
     rf_result (*transfer)(rf_queue *const *q, uint32_t n_queues, const rf_transfer *t, uint32_t n, rf_ticket *tickets,
                           rf_error *err);
     /* A block of shared_create for processes of this host: its owner exports it, others import it, for kernels that
@@ -19043,8 +19043,9 @@ static rf_result rfi_shards_parts(rfi_group_plan *p, rfi_group_queue *q, uint32_
         uint32_t n_transfers = 0;
         for (uint32_t m = 0; m < g->n; m++) {
             if (!g->members[m].dev) continue;
-            const rf_mem_at from = {&rfi_group_mem_of(&p->bind.scratch)->mem[m], p->buffer_offset[op->in] + 4 * width * i},
-                            to = {&p->blocks[m], p->blocks[m].size_bytes - 2 * g->n * part + (turn & 1) * g->n * part + n * i};
+            const rf_mem *scratch = &rfi_group_mem_of(&p->bind.scratch)->mem[m], *block = &p->blocks[m];
+            const rf_mem_at from = {scratch, p->buffer_offset[op->in] + 4 * width * i},
+                            to = {block, block->size_bytes - (turn & 1 ? 1 : 2) * g->n * part + n * i};
             n_transfers += rfi_rank_swap(g, m, from, to, part, n, t + n_transfers);
         }
         r = rfi_shards_transfer(g, q, t, 2 * (g->n - 1), err);
@@ -19090,7 +19091,8 @@ static rf_result rfi_shards_run(rfi_group_plan *p, rfi_group_queue *q, uint32_t 
     }
     for (uint32_t k = begin, next; r == RF_OK && k < end; k = next) {
         next = whole ? end : k + 1;
-        if (!whole && p->sums[k + 1] > p->sums[k] && rf_sum_arrives(members, &shard->ops[p->shard_ops[k]], step->n_rows))
+        const rf_op *op = &shard->ops[p->shard_ops[k]];
+        if (!whole && op->kind == RF_OP_SUM && rf_sum_arrives(members, op, step->n_rows))
             r = rfi_shards_parts(p, q, k, step, err);
         for (uint32_t m = 0; r == RF_OK && m < n; m++) r = rfi_shards_run_one(p, q, m, k, next, step, err);
     }
@@ -19117,9 +19119,10 @@ static rf_result rfi_shards_times(rfi_group_plan *p, float *us, uint32_t n, rf_e
 }
 
 /* ---- which way sums go ----
- * In one process, by tensors, where RCCL is built in: when the group is opened sums of a plan with nothing else are tried
- * and timed both ways, by kernels that reach the other members' memory, and with parts that RCCL brings. Parts are added
- * in the same order either way, so that the choice is none of bits. Sums of few values always go by kernels, in graphs. */
+ * In one process, by tensors, where RCCL is built in: when the group is opened, sums of a plan with nothing else are
+ * tried and timed both ways: by kernels that reach other members' memory, and with parts that RCCL brings. Parts are
+ * added in the same order either way, so that the choice changes no bits. Sums of few values are not timed: they go by
+ * kernels wherever those work, since steps of few rows are graphs, which transfers would cut up. */
 
 #define RFI_TRIAL_SIZES 3u
 #define RFI_TRIAL_SUMS 3u   /* that are timed as one, three times */
@@ -19163,8 +19166,8 @@ static rf_result rfi_trial_open_member(rfi_trial *t, uint32_t m, float *parts, r
     const uint64_t n = (uint64_t)RFI_TRIAL_ROWS * t->buffers[0].width;
     uint32_t first = 0;
     rf_ticket written = {0};
-    shard->plan = (rf_plan){.ops = &t->op, .n_ops = 1, .buffers = t->buffers, .n_buffers = 2, .n_layers = 1, .n_vocab = 1,
-                            .logits = RF_NONE, .argmax = RF_NONE, .hidden = RF_NONE, .given = RF_NONE};
+    shard->plan = (rf_plan){.ops = &t->op, .n_ops = 1, .buffers = t->buffers, .n_buffers = 2, .n_layers = 1,
+                            .n_vocab = 1, .logits = RF_NONE, .argmax = RF_NONE, .hidden = RF_NONE, .given = RF_NONE};
     shard->ops = &t->op, shard->buffers = t->buffers, shard->n_sums = 1;
     rf_result r = rfi_shards_block(p, m, err);
     if (r == RF_OK) r = rfi_group_mem_have(p->g, rfi_group_mem_of(&t->scratch), m, t->scratch.size_bytes, err);
@@ -19182,10 +19185,9 @@ static rf_result rfi_trial_open_member(rfi_trial *t, uint32_t m, float *parts, r
     return r;
 }
 
-static rf_result rfi_trial_open(rfi_trial *t, float *values, rf_error *err) {
+static rf_result rfi_trial_open(rfi_trial *t, uint32_t width, float *values, rf_error *err) {
     rfi_group *g = t->p.g;
     rfi_group_plan *p = &t->p;
-    const uint32_t width = g->members[0].api->flagged_sum / 32 / 4 * 4;
     const uint64_t bytes = 4ull * RFI_TRIAL_ROWS * width;
     rf_queue *q = NULL;
     t->buffers[0] = t->buffers[1] = (rf_plan_buffer){"a sum", RF_ROWS_TOKENS, width};
@@ -19287,22 +19289,23 @@ static rf_result rfi_trial_both(rfi_trial *t, const uint8_t *id, float *values, 
 
 static rf_result rfi_group_try_sums(rfi_group *g, rf_error *err) {
     const rf_device_api *api = g->members[0].api;
+    const uint32_t width = api->flagged_sum / 32 / 4 * 4; /* so that the least sum is twice as large, or nearly */
     uint8_t id[RF_RANK_ID_BYTES];
     rf_error why = {0};
     rfi_trial *t = (rfi_trial *)rfi_alloc(&g->alloc, 1, sizeof *t, "a trial of sums", err);
-    float *values = (float *)rfi_alloc(&g->alloc, (uint64_t)RFI_TRIAL_ROWS * api->flagged_sum / 32, sizeof *values,
-                                       "a trial of sums", err);
+    float *values = (float *)rfi_alloc(&g->alloc, (uint64_t)RFI_TRIAL_ROWS * width, sizeof *values, "a trial of sums",
+                                       err);
     rf_result r = t && values ? RF_OK : RF_ERR_MEMORY, can = api->rank_id(id, &why);
     if (t) t->p.g = g;
     g->wait_ms = RFI_TRIAL_MS;
-    if (r == RF_OK && can == RF_OK) r = rfi_trial_open(t, values, err);
+    if (r == RF_OK && can == RF_OK) r = rfi_trial_open(t, width, values, err);
     if (r == RF_OK && can == RF_OK) can = rfi_trial_both(t, id, values, &why);
     g->wait_ms = RFI_SUM_MS;
     if (r == RF_OK && can != RF_OK && g->reach)
         snprintf(g->note, sizeof g->note, "sums by kernels: %.140s", why.text);
     else if (r == RF_OK && can != RF_OK)
-        r = rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "%s: a split by tensors wants peer access between all, or RCCL: %.90s; "
-                     "%.90s", g->name, g->note, why.text);
+        r = rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "%s: a split by tensors wants peer access between all, or RCCL: %.90s"
+                     "; %.90s", g->name, g->note, why.text);
     if (t) rfi_trial_close(t);
     rfi_free(&g->alloc, values);
     return r;
