@@ -17302,7 +17302,7 @@ typedef struct rfi_group {
     uint32_t ranks;       /* 1: the members are processes */
     uint32_t wait_ms;     /* for transfers */
     int reach;            /* by tensors: kernels of all write into the memory of all */
-    int joined;           /* the members are RCCL's ranks, all in this process */
+    _Atomic int joined;   /* the members are RCCL's ranks, all in this process */
     uint64_t arrive_from; /* by tensors: as in rf_plan_members */
     int in_step;          /* ranks: a step was begun and not ended */
     char left[RFI_LEFT_BYTES]; /* why this rank has left, or sums end; "": they do not */
@@ -17312,7 +17312,7 @@ typedef struct rfi_group {
     uint32_t epoch;       /* of the last step: in its order */
     rfi_probe *stuck;     /* its copy did not end; NULL: there is none    */
     pthread_mutex_t order; /* by tensors, see rfi_group_order; recursive */
-    pthread_mutex_t lock; /* guards what follows, and what blocks have of members' memory */
+    pthread_mutex_t lock; /* guards what follows, what blocks have of members' memory, and, once open, left and note */
     const rf_plan_weight *weights; /* whose users are known: those of the plan that layouts were asked for last */
     uint32_t *users;               /* as in rfi_group_table */
 } rfi_group;
@@ -18119,10 +18119,15 @@ static void rfi_group_leave(rfi_group *g) {
 
 /* The same after a failure. */
 static void rfi_group_leave_failed(rfi_group *g) {
-    if (!g->joined) return;
-    rfi_group_leave(g);
-    snprintf(g->note, sizeof g->note, "sums by kernels, since work has failed");
-    if (!g->reach) snprintf(g->left, sizeof g->left, "%s: no sums by RCCL any more, since work has failed", g->name);
+    rfi_group_order(g);
+    if (g->joined) {
+        rfi_group_leave(g);
+        pthread_mutex_lock(&g->lock);
+        snprintf(g->note, sizeof g->note, "sums by kernels, since work has failed");
+        if (!g->reach) snprintf(g->left, sizeof g->left, "%s: no more sums by RCCL, since work has failed", g->name);
+        pthread_mutex_unlock(&g->lock);
+    }
+    rfi_group_order_end(g);
 }
 
 /* By tensors: each member's kernels write into the memory of all others. */
@@ -18207,9 +18212,11 @@ static rf_result rfi_group_info(rf_dev *d, rf_device_info *out, rf_error *err) {
         }
         if (one.lost) snprintf(out->note, sizeof out->note, "%s is lost", g->members[m].name);
     }
+    pthread_mutex_lock(&g->lock);
     if (rfi_group_trouble(g, NULL) != RF_OK || g->left[0]) out->lost = 1;
     if (g->left[0]) snprintf(out->note, sizeof out->note, "%.150s", g->left);
     if (g->note[0] && !out->lost) memcpy(out->note, g->note, sizeof out->note);
+    pthread_mutex_unlock(&g->lock);
     memcpy(out->name, g->name, sizeof out->name);
     return r;
 }
