@@ -3639,18 +3639,95 @@ RFK_DEVICE rfk_flagged rfk_load_flagged(const rfk_flagged *p) {
 #endif
     return f;
 }
+RFK_DEVICE uint64_t rfk_load_flag(const uint64_t *p) {
+#if defined(ROCMFORGE_HIP_EMU)
+    return *p;
+#elif defined(RFK_NVIDIA)
+    uint64_t v;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+#else
+    return __hip_atomic_load(p, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+#endif
+}
 
-/* A product whose results, one column, go with their turn to where the members' sum waits for them. */
-struct rfk_push {
-    rfk_flagged *const *parts; /* [2][n] for even and odd turns, of each member; NULL: results go to the product's out
-                                */
-    const volatile uint32_t *now; /* as in rfk_members_args */
-    uint32_t n, index;
+/* The beginning of a member's block of memory. */
+struct rfk_sum_head {
+    uint32_t flag[RF_MAX_MEMBERS][RF_SUM_BLOCKS]; /* [k][i]: the turn that block i of member k has written */
+    uint32_t reports;                             /* waits that were given up and say so */
 };
-RFK_DEVICE float rfk_push_one(const rfk_push &push, uint32_t turn, uint32_t row, float v) {
+static_assert(sizeof(rfk_sum_head) <= RF_SUM_HEAD_BYTES, "the flags of sums");
+
+struct rfk_members_args {
+    const float *in;
+    float *out;
+    uint32_t in_stride, out_stride, n, n_rows, accumulate, index;
+    uint32_t polls;   /* until a wait is given up */
+    uint32_t pushed;  /* the product has written this member's part */
+    uint32_t arrived; /* as rf_sum_arrives */
+    uint32_t n_members, rank;
+    uint64_t part_values;        /* of a part without flags */
+    char *block[RF_MAX_MEMBERS]; /* the members' */
+    uint32_t *trouble;           /* as in rf_plan_members */
+    const volatile uint32_t *now; /* {turn of sum 0, epoch}: rfk_write_step. Volatile: not from L1 */
+};
+
+#if defined(ROCMFORGE_HIP_EMU) /* which runs threads in turn; small models have both kinds of sums */
+#define RFK_MEMBER_BLOCKS 3u
+#define RFK_MEMBER_FLAGGED 1000u
+#define RFK_MEMBER_ASKS 1u
+#define RFK_MEMBER_POLLS 5u
+#else
+#define RFK_MEMBER_BLOCKS RF_SUM_BLOCKS
+#define RFK_MEMBER_FLAGGED RF_SUM_FLAGGED
+#define RFK_MEMBER_ASKS 4096u  /* polls of a flag between two looks at trouble[0], which is host memory */
+#define RFK_MEMBER_POLLS 2200u /* in a millisecond, or in half of one */
+#endif
+#define RFK_MEMBER_BLOCK 512           /* threads of a sum of many values */
+
+/* A wait of one thread for one member. */
+struct rfk_sum_wait {
+    rfk_sum_head *own;
+    uint32_t from, turn, epoch, polls;
+};
+
+/* Whether to poll again, after turn `found`. Says so where a wait is given up first. */
+RFK_DEVICE bool rfk_waits_on(const rfk_members_args &a, rfk_sum_wait &w, uint32_t found) {
+#if defined(ROCMFORGE_HIP_EMU)
+    const bool alone = !hip_emu_wait(); /* nobody will write any more */
+#else
+    const bool alone = false;
+#endif
+    if (!alone && ++w.polls % RFK_MEMBER_ASKS) return true;
+    const uint32_t stopped = rfk_load_far(a.trouble);
+    if (stopped == w.epoch || stopped == RF_NO_EPOCH) return false;
+    if (!alone && w.polls < a.polls) return true;
+    if (atomicAdd(&w.own->reports, 1u) == 0) {
+        uint32_t *say = a.trouble + RF_TROUBLE_WORDS * (1 + a.rank);
+        say[RF_TROUBLE_SUM] = a.index;
+        say[RF_TROUBLE_BLOCK] = blockIdx.x;
+        say[RF_TROUBLE_WANTED] = w.turn;
+        say[RF_TROUBLE_FOUND] = found;
+        say[RF_TROUBLE_EPOCH] = w.epoch;
+        rfk_store_far(say + RF_TROUBLE_FROM, 1 + w.from);
+    }
+    rfk_store_far(a.trouble, RF_NO_EPOCH);
+    return false;
+}
+
+/* Where member `to` has the flagged part of member `from`. */
+__host__ RFK_DEVICE rfk_flagged *rfk_flagged_part(const rfk_members_args &a, uint32_t to, uint32_t from,
+                                                  uint32_t turn) {
+    rfk_flagged *parts = reinterpret_cast<rfk_flagged *>(a.block[to] + RF_SUM_HEAD_BYTES);
+    return parts + (size_t)((turn & 1) * a.n_members + from) * (RF_SUM_FLAGGED / 2);
+}
+
+/* Part `row` of what product blocks write for a sum, into the members' blocks of memory but this one's. */
+RFK_DEVICE void rfk_push(const rfk_members_args &a, uint32_t turn, uint32_t row, float v) {
     const uint64_t flagged = rfk_flag_value(v, turn);
-    for (uint32_t k = 0; k < push.n; k++) {
-        uint64_t *to = &push.parts[(turn & 1) * push.n + k][row / 2].v[row % 2];
+    for (uint32_t k = 0; k < a.n_members; k++) {
+        if (k == a.rank) continue;
+        uint64_t *to = &rfk_flagged_part(a, k, a.rank, turn)[row / 2].v[row % 2];
 #if defined(ROCMFORGE_HIP_EMU)
         *to = flagged;
 #elif defined(RFK_NVIDIA)
@@ -3659,7 +3736,24 @@ RFK_DEVICE float rfk_push_one(const rfk_push &push, uint32_t turn, uint32_t row,
         __hip_atomic_store(to, flagged, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
 #endif
     }
-    return v;
+}
+
+/* The sum of all members' parts for `row`, in their order; own: this one's. Waits for the others'. */
+RFK_DEVICE float rfk_take(const rfk_members_args &a, uint32_t turn, uint32_t epoch, uint32_t row, float own) {
+    float sum = 0;
+    for (uint32_t k = 0; k < a.n_members; k++) {
+        float v = own;
+        if (k != a.rank) {
+            rfk_sum_wait w = {reinterpret_cast<rfk_sum_head *>(a.block[a.rank]), k, turn, epoch, 0};
+            const uint64_t *at = &rfk_flagged_part(a, a.rank, k, turn)[row / 2].v[row % 2];
+            uint64_t found;
+            do found = rfk_load_flag(at);
+            while ((uint32_t)(found >> 32) != turn && rfk_waits_on(a, w, (uint32_t)(found >> 32)));
+            v = rfk_as_float((uint32_t)found);
+        }
+        sum = k == 0 ? v : sum + v;
+    }
+    return sum;
 }
 
 /* ---- one column ----
@@ -3709,7 +3803,7 @@ struct rfk_fused_args {
     const uint8_t *to_norm;         /* weights of the deferred norm that to8 is; NULL: it is none */
     float *to_squares;              /* [n_out / 32] */
     uint32_t to_norm_type;
-    rfk_push push;                  /* of the only product */
+    rfk_members_args sum;           /* which the only product's results are parts of; n_members 0: of none */
 };
 
 /* Deferred RMS norm: quantize x * w and keep the sum of squares of x for each group of 32; dot products are scaled by 1
@@ -3792,12 +3886,12 @@ RFK_DEVICE uint32_t rfk_find_product(const rfk_product *part, uint32_t &number, 
     return which;
 }
 
-#define RFK_FUSED_PASSES 8u /* rows of a wave at most, if the block quantizes its results */
+#define RFK_FUSED_PASSES 8u /* rows of a wave at most, if the block keeps its results */
 struct rfk_fused_shared {
     float factor;                         /* of all dot products: 1 / rms of a deferred norm */
-    uint32_t turn;                        /* of the sum that the product is pushed to */
+    uint32_t turn, epoch;                 /* of the sum that the results are parts of */
     float squares[RFK_MAX_COLUMN / 32];   /* of the norm that this block makes */
-    float out[RFK_FUSED_PASSES][32];       /* results, if they are quantized */
+    float out[RFK_FUSED_PASSES][32];       /* results, if they are quantized or parts of a sum */
     float to_norm[RFK_FUSED_PASSES][32];   /* and the norm weights that multiply them */
 };
 
@@ -4288,7 +4382,11 @@ RFK_DEVICE float rfk_put_glu(const rfk_product &gates, const rfk_product &p, uin
  * product accumulates. */
 RFK_DEVICE float rfk_fused_epilogue(const rfk_fused_args &a, const rfk_product &p, uint32_t row, float gate, float sum,
                                 float before, uint32_t turn) {
-    if (a.push.parts) return rfk_push_one(a.push, turn, row, rfk_epilogue(p, row, sum, before));
+    if (a.sum.n_members) {
+        const float part = rfk_epilogue(p, row, sum, before);
+        rfk_push(a.sum, turn, row, part);
+        return part;
+    }
     return a.glu ? rfk_put_glu(p, a.part[1], row, 0, gate, sum) : rfk_put_on(p, row, 0, sum, before);
 }
 
@@ -4310,6 +4408,19 @@ RFK_DEVICE void rfk_quantize_results(const rfk_fused_args &a, uint32_t first, ui
             if (inside) x[k] *= s.to_norm[threadIdx.x / WAVE][4 * lane + k];
     }
     rfk_quantize4<WAVE>(a.to8, 0, n_out, first / 4 + lane, x, inside);
+}
+
+/* The sums of the rows that a block has written parts of, `each` a pass. */
+RFK_DEVICE void rfk_take_sums(const rfk_members_args &a, uint32_t number, uint32_t n_blocks, uint32_t each,
+                              uint32_t n_out, rfk_fused_shared &s) {
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < RFK_FUSED_PASSES * each; i += blockDim.x) {
+        const uint32_t row = (i / each * n_blocks + number) * each + i % each;
+        if (row >= n_out) return;
+        float &own = s.out[i / each][i % each];
+        const float before = a.accumulate ? a.out[row] : 0.0f, sum = rfk_take(a, s.turn, s.epoch, row, own);
+        a.out[row] = own = a.accumulate ? sum + before : sum;
+    }
 }
 
 /* A block's rows, a wave each; glu: rows of the two products in turn. U fragments are in flight a lane. */
@@ -4343,7 +4454,7 @@ RFK_DEVICE void rfk_fused_block(const rfk_fused_args &a, const rfk_product &p, u
     rfk_fill_grid<rfk_grid_of<TYPE>::IS>(c.grid, RFK_FUSED_BLOCK);
     rfk_wait_previous();
     if (a.to_norm && threadIdx.x < RFK_FUSED_PASSES * 32) s.to_norm[threadIdx.x / 32][threadIdx.x % 32] = to_norm;
-    if (a.push.parts && threadIdx.x == 0) s.turn = a.push.now[0] + a.push.index;
+    if (a.sum.n_members && threadIdx.x == 0) s.turn = a.sum.now[0] + a.sum.index, s.epoch = a.sum.now[1];
     rfk_fill_column<WAVE>(a, c, weight, s, RFK_FUSED_BLOCK);
     float before = lane == 0 && p.accumulate && row < n_out ? p.out[row] : 0.0f;
     while (row < n_out) {
@@ -4376,7 +4487,7 @@ RFK_DEVICE void rfk_fused_block(const rfk_fused_args &a, const rfk_product &p, u
             else if (lane == 0) {
                 const float made =
                     rfk_fused_epilogue(a, p, row, rfk_mul(gate, s.factor), rfk_mul(sum, s.factor), before, s.turn);
-                if (a.to8.q) s.out[pass][threadIdx.x / WAVE] = made;
+                if (a.to8.q || a.sum.n_members) s.out[pass][threadIdx.x / WAVE] = made;
                 if (p.accumulate && next_row < n_out) before = p.out[next_row];
             }
             pass += !next_second;
@@ -4386,6 +4497,7 @@ RFK_DEVICE void rfk_fused_block(const rfk_fused_args &a, const rfk_product &p, u
         second = next_second;
         round = next_round;
     }
+    if (a.sum.n_members) rfk_take_sums(a.sum, number, n_blocks, RFK_FUSED_BLOCK / WAVE, n_out, s);
     if (!a.to8.q) return;
     __syncthreads();
     rfk_quantize_results<WAVE>(a, number * 32 + threadIdx.x / WAVE * step, n_out, s);
@@ -4528,7 +4640,7 @@ RFK_DEVICE void rfk_pairs_block(const rfk_fused_args &a, const rfk_product &p, u
     }
     rfk_wait_previous();
     if (a.to_norm && threadIdx.x < RFK_FUSED_PASSES * 32) s.to_norm[threadIdx.x / 32][threadIdx.x % 32] = to_norm;
-    if (a.push.parts && threadIdx.x == 0) s.turn = a.push.now[0] + a.push.index;
+    if (a.sum.n_members && threadIdx.x == 0) s.turn = a.sum.now[0] + a.sum.index, s.epoch = a.sum.now[1];
     rfk_fill_column<32>(a, c, weight, s, RFK_PAIRS_BLOCK);
     float before = p.accumulate && lane < each && row + lane < n_out ? p.out[row + lane] : 0.0f;
     while (row < n_out) {
@@ -4564,13 +4676,14 @@ RFK_DEVICE void rfk_pairs_block(const rfk_fused_args &a, const rfk_product &p, u
             if (lane < each && row + lane < n_out) {
                 const float gate = rfk_mul(sum[0], s.factor), own = a.glu || lane ? rfk_mul(sum[1], s.factor) : gate,
                             made = rfk_fused_epilogue(a, p, row + lane, gate, own, before, s.turn);
-                if (a.to8.q) s.out[place / 32][place % 32 + lane] = made;
+                if (a.to8.q || a.sum.n_members) s.out[place / 32][place % 32 + lane] = made;
             }
             before = p.accumulate && lane < each && next_row + lane < n_out ? p.out[next_row + lane] : 0.0f;
             sum[0] = sum[1] = 0;
         }
         place = next_place, row = next_row, round = next_round;
     }
+    if (a.sum.n_members) rfk_take_sums(a.sum, number, n_blocks, 32, n_out, s);
     if (!a.to8.q) return;
     __syncthreads();
     rfk_quantize_results<32>(a, (threadIdx.x / 32 * n_blocks + number) * 32, n_out, s);
@@ -8282,88 +8395,15 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_trim(rfk_trim_args a) {
  * what that one wrote for the sum between, by a kernel that began when the one that read had ended. Products write
  * their part while they run where they can (rfk_pushes): then the sum only waits and adds. */
 
-/* The beginning of a member's block of memory. */
-struct rfk_sum_head {
-    uint32_t flag[RF_MAX_MEMBERS][RF_SUM_BLOCKS]; /* [k][i]: the turn that block i of member k has written */
-    uint32_t reports;                             /* waits that were given up and say so */
-};
-static_assert(sizeof(rfk_sum_head) <= RF_SUM_HEAD_BYTES, "the flags of sums");
-
-struct rfk_members_args {
-    const float *in;
-    float *out;
-    uint32_t in_stride, out_stride, n, n_rows, accumulate, index;
-    uint32_t polls;   /* until a wait is given up */
-    uint32_t pushed;  /* the product has written this member's part */
-    uint32_t arrived; /* as rf_sum_arrives */
-    uint32_t n_members, rank;
-    uint64_t part_values;        /* of a part without flags */
-    char *block[RF_MAX_MEMBERS]; /* the members' */
-    uint32_t *trouble;           /* as in rf_plan_members */
-    const volatile uint32_t *now; /* {turn of sum 0, epoch}: rfk_write_step. Volatile: not from L1 */
-};
-
-#if defined(ROCMFORGE_HIP_EMU) /* which runs threads in turn; small models have both kinds of sums */
-#define RFK_MEMBER_BLOCKS 3u
-#define RFK_MEMBER_FLAGGED 1000u
-#define RFK_MEMBER_ASKS 1u
-#define RFK_MEMBER_POLLS 5u
-#else
-#define RFK_MEMBER_BLOCKS RF_SUM_BLOCKS
-#define RFK_MEMBER_FLAGGED RF_SUM_FLAGGED
-#define RFK_MEMBER_ASKS 4096u  /* polls of a flag between two looks at trouble[0], which is host memory */
-#define RFK_MEMBER_POLLS 2200u /* in a millisecond, or in half of one */
-#endif
-#define RFK_MEMBER_BLOCK 512           /* threads of a sum of many values */
-
-/* A wait of one thread for one member. */
-struct rfk_sum_wait {
-    rfk_sum_head *own;
-    uint32_t from, turn, epoch, polls;
-};
-
-/* Whether to poll again, after turn `found`. Says so where a wait is given up first. */
-RFK_DEVICE bool rfk_waits_on(const rfk_members_args &a, rfk_sum_wait &w, uint32_t found) {
-#if defined(ROCMFORGE_HIP_EMU)
-    const bool alone = !hip_emu_wait(); /* nobody will write any more */
-#else
-    const bool alone = false;
-#endif
-    if (!alone && ++w.polls % RFK_MEMBER_ASKS) return true;
-    const uint32_t stopped = rfk_load_far(a.trouble);
-    if (stopped == w.epoch || stopped == RF_NO_EPOCH) return false;
-    if (!alone && w.polls < a.polls) return true;
-    if (atomicAdd(&w.own->reports, 1u) == 0) {
-        uint32_t *say = a.trouble + RF_TROUBLE_WORDS * (1 + a.rank);
-        say[RF_TROUBLE_SUM] = a.index;
-        say[RF_TROUBLE_BLOCK] = blockIdx.x;
-        say[RF_TROUBLE_WANTED] = w.turn;
-        say[RF_TROUBLE_FOUND] = found;
-        say[RF_TROUBLE_EPOCH] = w.epoch;
-        rfk_store_far(say + RF_TROUBLE_FROM, 1 + w.from);
-    }
-    rfk_store_far(a.trouble, RF_NO_EPOCH);
-    return false;
-}
-
-/* Where member `to` has the flagged part of member `from`. */
-__host__ RFK_DEVICE rfk_flagged *rfk_flagged_part(const rfk_members_args &a, uint32_t to, uint32_t from,
-                                                  uint32_t turn) {
-    rfk_flagged *parts = reinterpret_cast<rfk_flagged *>(a.block[to] + RF_SUM_HEAD_BYTES);
-    return parts + (size_t)((turn & 1) * a.n_members + from) * (RF_SUM_FLAGGED / 2);
-}
-
-/* At most RFK_MEMBER_FLAGGED values, n is even. Of a part that was pushed it waits for the values, not for the kernel
- * that makes them: it began when all before that one had ended.
+/* At most RFK_MEMBER_FLAGGED values, n is even.
  *   grid [ceil(n_rows * n / 2 / 256), at most RFK_MEMBER_BLOCKS]   block 256 */
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_sum_flagged(rfk_members_args a) {
     const uint32_t n2 = a.n / 2, total = n2 * a.n_rows, first = blockIdx.x * RFK_BLOCK + threadIdx.x,
                    step = gridDim.x * RFK_BLOCK;
-    if (a.pushed) rfk_start_next();
-    else rfk_wait_previous();
+    rfk_wait_previous();
     if (a.n_members == 0) return; /* a launch that loads the kernel */
     const uint32_t turn = a.now[0] + a.index, epoch = a.now[1];
-    for (uint32_t i = a.pushed ? total : first; i < total; i += step) {
+    for (uint32_t i = first; i < total; i += step) {
         const float2 v = *reinterpret_cast<const float2 *>(a.in + (size_t)(i / n2) * a.in_stride + 2 * (i % n2));
         for (uint32_t k = 0; k < a.n_members; k++) rfk_store_flagged(rfk_flagged_part(a, k, a.rank, turn) + i, v, turn);
     }
@@ -8387,7 +8427,6 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_sum_flagged(rfk_members_args a
                 }
             }
         }
-        if (a.pushed) rfk_wait_previous(); /* the next kernel counts on it */
         if (a.accumulate) sum.x += before.x, sum.y += before.y;
         if (i < total) *out = sum;
     }
@@ -11537,8 +11576,7 @@ struct rf_prepared {
     uint32_t *tickets, n_tickets; /* of fused attention: one a KV head */
     uint32_t *differ;
     uint32_t *now;       /* of the step: rfk_members_args */
-    rfk_flagged **flagged_parts; /* [2][n] of even and odd turns: where the members have this one's */
-    float **parts;               /* [2][n - 1] without flags, the others */
+    float **parts;       /* [2][n - 1] of even and odd turns: where the other members have this one's without flags */
     hipGraphExec_t graph[RFK_MAX_GRAPHS];
     uint32_t n_graphs, graphs_checked, graph_config;
     int capturing, no_graphs;
@@ -11888,7 +11926,6 @@ static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
     rfk_take_bytes(&at, &p->differ, sizeof *p->differ);
     rfk_take_bytes(&at, &p->now, 2 * sizeof *p->now);
     const uint64_t n_members = p->members ? p->members->n : 0;
-    rfk_take_bytes(&at, &p->flagged_parts, 2 * n_members * sizeof *p->flagged_parts);
     rfk_take_bytes(&at, &p->parts, 2 * n_members * sizeof *p->parts);
     rfk_take_bytes(&at, &p->tile_part, tile_bytes);
     rfk_take_bytes(&at, &p->index_scores, (uint64_t)RFK_INDEX_ROWS * lists * p->n_ctx * sizeof *p->index_scores);
@@ -11930,20 +11967,15 @@ static rfk_members_args rfk_members_of(const rf_prepared *p) {
 static rf_result rfk_prepare_members(rf_prepared *p, rf_queue *q, rf_error *err) {
     const rfk_members_args a = rfk_members_of(p);
     rfk_members_args nothing;
-    rfk_flagged *flagged[2 * RF_MAX_MEMBERS];
     float *parts[2 * RF_MAX_MEMBERS];
-    uint32_t n_flagged = 0, n_parts = 0;
+    uint32_t n_parts = 0;
     rf_ticket ticket;
     memset(&nothing, 0, sizeof nothing);
     for (uint32_t odd = 0; odd < 2; odd++)
-        for (uint32_t k = 0; k < a.n_members; k++) {
-            flagged[n_flagged++] = rfk_flagged_part(a, k, a.rank, odd);
+        for (uint32_t k = 0; k < a.n_members; k++)
             if (k != a.rank) parts[n_parts++] = reinterpret_cast<float *>(rfk_sum_part(a, k, a.rank, odd));
-        }
-    const rf_mem to_flagged = {p->flagged_parts, n_flagged * sizeof *flagged},
-                 to_parts = {p->parts, n_parts * sizeof *parts};
-    rf_result r = rfk_mem_write(q, &to_flagged, 0, flagged, to_flagged.size_bytes, &ticket, err);
-    if (r == RF_OK) r = rfk_mem_write(q, &to_parts, 0, parts, to_parts.size_bytes, &ticket, err);
+    const rf_mem to_parts = {p->parts, n_parts * sizeof *parts};
+    rf_result r = rfk_mem_write(q, &to_parts, 0, parts, to_parts.size_bytes, &ticket, err);
     if (r == RF_OK)
         r = rfk_check(p->dev, err, rfk_launch(rfk_sum_members, dim3(1), dim3(RFK_MEMBER_BLOCK), q->stream, nothing),
                       "hipLaunchKernel", "a sum", 0);
@@ -12300,16 +12332,24 @@ static void rfk_make_fused(rf_prepared *p) {
     p->fused_of[p->n_segments] = p->n_fused;
 }
 
+/* From a fused matvec to the launch that takes its results, or the sum that they are parts of. */
+static uint32_t rfk_to_next(const rf_prepared *p, const rfk_fused *f) {
+    const uint32_t after = f->first + f->n_ops;
+    return after < p->plan->n_ops && p->plan->ops[after].kind == RF_OP_SUM ? 2 : 1;
+}
+
 /* Deferred norms: let a launch that makes all of a norm's input quantize it. */
 static void rfk_defer_norms(rf_prepared *p) {
     const rf_op *ops = p->plan->ops;
     for (uint32_t i = 0; i + 1 < p->n_fused; i++) {
-        rfk_fused *f = &p->fused[i], *next = f + 1;
-        if (f->kind != RFK_FUSED_MATVEC || next->kind != RFK_FUSED_MATVEC || next->norm == RF_NONE) continue;
+        rfk_fused *f = &p->fused[i], *next = f + rfk_to_next(p, f);
+        if (f->kind != RFK_FUSED_MATVEC || next >= p->fused + p->n_fused || next->kind != RFK_FUSED_MATVEC ||
+            next->norm == RF_NONE)
+            continue;
         const rf_op *made = &ops[f->products], *norm = &ops[next->norm];
-        const uint32_t n = norm->norm.n;
+        const uint32_t n = norm->norm.n, out = rfk_to_next(p, f) == 2 ? made[1].out : made->out;
         if (f->n_products != 1 || f->norm_is_deferred || made->matmul.n_out != n || !rfk_fused_to_int8(p, n) ||
-            made->out != (next->gather == RF_NONE ? norm->in : ops[next->gather].in))
+            out != (next->gather == RF_NONE ? norm->in : ops[next->gather].in))
             continue;
         f->to_norm = next->norm;
         next->norm_is_deferred = 1;
@@ -12868,8 +12908,9 @@ static bool rfk_is_fused_alone(const rf_prepared *p, uint32_t i) {
         is = f->kind == RFK_FUSED_MATVEC && f->products == i && f->n_products == 1 && f->glu == RF_NONE;
     return is;
 }
-/* Whether the product of op i writes its part of the sum that follows where the members want it: with turns in a decode
- * step; without in larger ones, where the host knows the turn. Both ops ask. */
+/* Whether the product of op i writes its part of the sum that follows where the members want it. In a decode step with
+ * turns: its blocks add up their rows, too, and it is launched when the sum is run. In larger steps without turns, which
+ * the host knows. Both ops ask. */
 enum { RFK_PUSHES_NOT, RFK_PUSHES_FLAGGED, RFK_PUSHES_PARTS };
 static int rfk_pushes(const rf_prepared *p, const rf_step *step, uint32_t i) {
     const rf_op *op = &p->plan->ops[i];
@@ -12878,7 +12919,9 @@ static int rfk_pushes(const rf_prepared *p, const rf_step *step, uint32_t i) {
         return RFK_PUSHES_NOT;
     if ((uint64_t)op->matmul.n_out * step->n_rows > RFK_MEMBER_FLAGGED)
         return p->capturing ? RFK_PUSHES_NOT : RFK_PUSHES_PARTS;
-    const bool flagged = step->n_rows == 1 && rfk_is_fused_step(p, step) && rfk_is_fused_alone(p, i);
+    const uint32_t kept = RFK_FUSED_PASSES * (RFK_FUSED_BLOCK_OF(p->dev) / p->dev->wave) * p->dev->info.compute_units;
+    const bool flagged = step->n_rows == 1 && rfk_is_fused_step(p, step) && rfk_is_fused_alone(p, i) &&
+                         op->matmul.n_out <= kept;
     return flagged ? RFK_PUSHES_FLAGGED : RFK_PUSHES_NOT;
 }
 
@@ -13372,20 +13415,28 @@ static rf_result rfk_run_trim(const rfk_launching *l) {
     return rfk_enqueue(l, rfk_trim, dim3(l->n_rows), RFK_BLOCK, a);
 }
 
-static rf_result rfk_run_sum(const rfk_launching *l) {
+/* Of the sum that is op i. */
+static rfk_members_args rfk_sum_of(const rfk_launching *l, uint32_t i) {
     const rf_prepared *p = l->p;
+    const rf_op *op = &p->plan->ops[i];
     rfk_members_args a;
     memset(&a, 0, sizeof a);
     if (p->members) a = rfk_members_of(p);
     else a.n_members = 1;
-    a.in = l->b.in;
-    a.out = l->b.out;
-    a.in_stride = l->b.in_stride;
-    a.out_stride = l->b.out_stride;
-    a.n = l->op->sum.n;
+    a.in = rfk_at_step(l, p->ops[i].in, op->in);
+    a.out = rfk_at_step(l, p->ops[i].out, op->out);
+    a.in_stride = p->ops[i].in_stride;
+    a.out_stride = p->ops[i].out_stride;
+    a.n = op->sum.n;
     a.n_rows = l->n_rows;
-    a.accumulate = l->op->flags & RF_OP_ACCUMULATE;
-    a.index = l->op->sum.index;
+    a.accumulate = op->flags & RF_OP_ACCUMULATE;
+    a.index = op->sum.index;
+    return a;
+}
+
+static rf_result rfk_run_sum(const rfk_launching *l) {
+    const rf_prepared *p = l->p;
+    rfk_members_args a = rfk_sum_of(l, l->index);
     a.arrived = rf_sum_arrives(p->members, l->op, l->n_rows);
     a.pushed = l->index > 0 && rfk_pushes(p, l->step, l->index - 1) != RFK_PUSHES_NOT;
     if (!p->members || a.arrived || (uint64_t)a.n * a.n_rows > RFK_MEMBER_FLAGGED)
@@ -13841,17 +13892,17 @@ static void rfk_begin_fused(rf_prepared *p, uint32_t begin, uint32_t end) {
 
 /* Bind the deferred norm of the previous launch, and the one for the next. */
 static void rfk_bind_deferred_norm(rf_prepared *p, const rfk_fused *f, rfk_fused_args *a) {
-    const uint32_t self = (uint32_t)(f - p->fused);
+    const uint32_t self = (uint32_t)(f - p->fused), next = self + rfk_to_next(p, f);
     if (f->norm_is_deferred && p->deferred_for == self) {
         a->x8 = p->deferred;
         a->squares = p->deferred_squares;
     }
     p->deferred_for = RF_NONE;
-    if (f->to_norm == RF_NONE || self + 1 >= p->fused_end) return;
+    if (f->to_norm == RF_NONE || next >= p->fused_end || (next > self + 1 && !a->sum.n_members)) return;
     a->to_norm = rfk_vector(p, p->plan->ops[f->to_norm].weight, 0, &a->to_norm_type);
     a->to8 = p->deferred;
     a->to_squares = p->deferred_squares;
-    p->deferred_for = self + 1;
+    p->deferred_for = next;
 }
 
 template <int WAVE> static void (*rfk_find_fused_matvec(bool other, uint32_t fragments))(rfk_fused_args) {
@@ -13963,17 +14014,19 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     a.n_in = l->op->matmul.n_in;
     a.glu = f->glu != RF_NONE;
     if (f->to_int8) a.to8 = p->x8;
-    if (rfk_pushes(p, l->step, f->products) == RFK_PUSHES_FLAGGED)
-        a.push = {p->flagged_parts, p->now, p->members->n, ops[f->products + 1].sum.index};
+    if (rfk_pushes(p, l->step, f->products) == RFK_PUSHES_FLAGGED) a.sum = rfk_sum_of(l, f->products + 1);
     rfk_bind_deferred_norm(p, f, &a);
     const rf_launch_config *config = &p->stats.configs[p->stats.config];
     const bool other = rfk_is_other(p->plan, f->products);
     const bool pairs = RFK_HAS_PAIRS(p->dev) && !other && config->in_flight == 2;
     const uint32_t waves = RFK_FUSED_BLOCK_OF(p->dev) / p->dev->wave,
-                   blocks = rfk_divide_blocks(l, a.part, a.glu, pairs ? 32 : waves,
-                                              config->blocks_per_cu * p->dev->info.compute_units);
-    rfk_config c = {dim3(blocks), dim3(pairs ? RFK_PAIRS_BLOCK : RFK_FUSED_BLOCK_OF(p->dev)),
-                    a.n_in / 64 * 96 + rfk_grid_bytes(a.part, f->n_products), rfk_early_carveout(l), l->q->stream};
+                   shared = a.n_in / 64 * 96 + rfk_grid_bytes(a.part, f->n_products);
+    uint32_t per_cu = config->blocks_per_cu;
+    if (a.sum.n_members) /* blocks wait for others, so that all must run at once */
+        per_cu = 2 * (shared + sizeof(rfk_fused_shared)) > p->dev->shared_bytes ? 1 : RFK_FUSED_RESIDENT;
+    const uint32_t blocks = rfk_divide_blocks(l, a.part, a.glu, pairs ? 32 : waves, per_cu * p->dev->info.compute_units);
+    rfk_config c = {dim3(blocks), dim3(pairs ? RFK_PAIRS_BLOCK : RFK_FUSED_BLOCK_OF(p->dev)), shared,
+                    rfk_early_carveout(l), l->q->stream};
     void (*kernel)(rfk_fused_args) =
         RFK_BY_WAVE(l, rfk_find_fused_matvec<32>(other, config->in_flight),
                     rfk_find_fused_matvec<64>(other, config->in_flight));
@@ -14347,9 +14400,14 @@ static rf_result rfk_run_fused(rf_prepared *p, rf_queue *q, const rf_step *step,
         rf_result r = rfk_run_angles(&l);
         if (r != RF_OK) return r;
     }
-    if (f->kind == RFK_FUSED_MATVEC)
-        return p->plan->ops[f->products].rows == RF_ROWS_LOGITS && step->n_logits == 0 ? RF_OK
-                                                                                        : rfk_run_fused_matvec(&l, f);
+    if (f->kind == RFK_FUSED_MATVEC) {
+        const bool waits = rfk_pushes(p, step, f->products) == RFK_PUSHES_FLAGGED, /* for its sum */
+                   empty = p->plan->ops[f->products].rows == RF_ROWS_LOGITS && step->n_logits == 0;
+        return waits || empty ? RF_OK : rfk_run_fused_matvec(&l, f);
+    }
+    if (p->plan->ops[f->first].kind == RF_OP_SUM && f->first > 0 &&
+        rfk_pushes(p, step, f->first - 1) == RFK_PUSHES_FLAGGED)
+        return rfk_run_fused_matvec(&l, f - 1);
     if (f->kind == RFK_FUSED_ATTENTION && !rfk_has_runs(step)) return rfk_run_decode_attention(&l, f);
     if (f->kind == RFK_FUSED_NORM_DOTS) return rfk_run_norm_dots(&l, f);
     if (f->kind == RFK_FUSED_UP || f->kind == RFK_FUSED_DOWN) return rfk_run_mixture(&l, f);
