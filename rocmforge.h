@@ -17310,6 +17310,7 @@ typedef struct rfi_group {
     uint32_t split;       /* rf_split */
     uint32_t *trouble;    /* by tensors: as in rf_plan_members, for all plans */
     uint32_t epoch;       /* of the last step: in its order */
+    rf_ticket ran[RFI_MEMBERS]; /* by tensors: the last work of the members' plans, of whichever session */
     rfi_probe *stuck;     /* its copy did not end; NULL: there is none    */
     pthread_mutex_t order; /* by tensors, see rfi_group_order; recursive */
     pthread_mutex_t lock; /* guards what follows, what blocks have of members' memory, and, once open, left and note */
@@ -18358,8 +18359,11 @@ static void rfi_group_queue_release(rf_queue *queue) {
     rfi_group_queue *q = rfi_group_queue_of(queue);
     rfi_group *g = q->g;
     rfi_group_order(g);
-    for (uint32_t m = 0; m < g->n; m++)
-        if (q->queues[m]) g->members[m].api->queue_release(q->queues[m]);
+    for (uint32_t m = 0; m < g->n; m++) {
+        if (!q->queues[m]) continue;
+        g->members[m].api->queue_release(q->queues[m]);
+        if (g->ran[m].queue == q->queues[m]) g->ran[m] = (rf_ticket){0};
+    }
     rfi_group_order_end(g);
     pthread_mutex_destroy(&q->lock);
     rfi_free(&g->alloc, q);
@@ -19060,7 +19064,8 @@ static rf_result rfi_shards_parts(rfi_group_plan *p, rfi_group_queue *q, uint32_
     return r;
 }
 
-/* A member's segments [first, end) of those it has. */
+/* A member's segments [first, end) of those it has. Sessions' steps run one after the other, in one order on all members:
+ * a sum may fill its device until the others' parts are there. */
 static rf_result rfi_shards_run_one(rfi_group_plan *p, rfi_group_queue *q, uint32_t m, uint32_t first, uint32_t end,
                                     const rf_step *step, rf_error *err) {
     rf_ticket t = {0};
@@ -19068,8 +19073,10 @@ static rf_result rfi_shards_run_one(rfi_group_plan *p, rfi_group_queue *q, uint3
     if (end > p->segments[m]) end = p->segments[m];
     if (first >= end) return RF_OK;
     if (p->g->ranks) r = rfi_rank_room(p->g, q, err);
+    RFI_MEMBER(r, &p->g->members[m], queue_after(q->queues[m], &p->g->ran[m], &why), err);
     RFI_MEMBER(r, &p->g->members[m], plan_run(p->prepared[m], q->queues[m], first, end, step, &t, &why), err);
     rfi_group_note(q, m, &t);
+    if (t.value) p->g->ran[m] = t;
     return r;
 }
 

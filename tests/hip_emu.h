@@ -439,7 +439,7 @@ template <class T> static inline T atomicAdd(T *p, T v) {
 static inline void __threadfence() {}
 static inline void __threadfence_system() {}
 
-/* A thread waits for what a kernel of another device writes: its block rests while other blocks and other streams' work
+/* A thread waits for what a kernel of another device writes: its block rests while other blocks and other devices' work
  * run. 0: there is none. */
 HIP_EMU_UNCHECKED static int hip_emu_wait() {
     hip_emu_machine *m = hip_emu_here;
@@ -784,7 +784,8 @@ struct hip_emu_state {
     std::recursive_mutex lock;
     std::map<char *, size_t> device_memory, host_memory;
     std::vector<hipStream_t> streams;
-    bool again; /* set by an item that must run again: it waits for another process */
+    bool again; /* set by an item that must run again: it waits for another process, or for what rests */
+    int n_resting; /* kernels */
     std::map<char *, int> exported;                 /* memory that other processes can map: its file */
     std::map<char *, size_t> imported;              /* theirs, which is in device_memory, too */
     unsigned n_events, n_graphs, n_comms;
@@ -799,7 +800,7 @@ struct hip_emu_state {
     uint64_t peer_copies, rccl_transfers;
     float elapsed_ms;
     uint32_t random;
-    hip_emu_state() : again(false), n_events(0), n_graphs(0), n_comms(0), calls(0), launches(0), replays(0), fail_call(0), fail_work(0), flip(0),
+    hip_emu_state() : again(false), n_resting(0), n_events(0), n_graphs(0), n_comms(0), calls(0), launches(0), replays(0), fail_call(0), fail_work(0), flip(0),
                       fail_forever(false), broken(false), n_devices(2), n_units(5), count_error(0), no_kernels(0),
                       order(HIP_EMU_LATE), stale_graphs(0), peers_open(), peers(0), rccl(0), peer_copies(0), rccl_transfers(0), elapsed_ms(-1),
                       random(1) {
@@ -862,13 +863,16 @@ static void hip_emu_finish(const std::shared_ptr<hip_emu_stream_state> &s, uint6
     }
 }
 
-/* Run an item of a stream whose item does not rest.   Returns whether there is one. */
+/* Run an item of a device none of whose streams has one that rests: a kernel may fill its device.   Returns whether there
+ * is one. */
 static bool hip_emu_run_other() {
     std::vector<hipStream_t> &all = hip_emu().streams;
     for (size_t i = 0; i < all.size(); i++) {
         std::shared_ptr<hip_emu_stream_state> s = *all[i];
         const uint64_t done = s->done;
-        if (s->busy || s->work.empty()) continue;
+        bool fills = false;
+        for (size_t k = 0; k < all.size(); k++) fills = fills || ((*all[k])->busy && (*all[k])->device == s->device);
+        if (fills || s->work.empty()) continue;
         hip_emu_force(s, done + 1);
         if (s->done > done) return true;
     }
@@ -1186,8 +1190,8 @@ static inline hipError_t hipStreamWaitEvent(hipStream_t s, hipEvent_t e, unsigne
     uint64_t at = e->at;
     if (!other) return hipSuccess;
     return hip_emu_enqueue(s, [other, at] {
-        hip_emu_force(other, at);
-        if (other->waits && other->done < at) hip_emu().again = true;
+        if (!hip_emu().n_resting) hip_emu_force(other, at); /* else it has its turns in hip_emu_run_other */
+        if ((other->waits || hip_emu().n_resting) && other->done < at) hip_emu().again = true;
     });
 }
 
@@ -1442,6 +1446,7 @@ static void hip_emu_run(dim3 grid, dim3 block, size_t dynamic_bytes, unsigned wa
         const struct timespec nap = {0, 10000000};
         nanosleep(&nap, nullptr);
     }
+    hip_emu().n_resting++;
     while (!resting.empty()) {
         const size_t n = resting.size();
         for (size_t i = 0; i < resting.size();) {
@@ -1454,6 +1459,7 @@ static void hip_emu_run(dim3 grid, dim3 block, size_t dynamic_bytes, unsigned wa
         }
         goes_on = resting.empty() || resting.size() < n || hip_emu_run_other() || hip_emu_others();
     }
+    hip_emu().n_resting--;
     if (flip) hip_emu_flip_change(before);
 }
 

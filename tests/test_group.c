@@ -10,6 +10,7 @@
 #include "make_gguf.h"
 #include "rf_test.h"
 #include "rf_rig.h"
+#include <pthread.h>
 
 #define MAX_LOGITS 4096u
 enum { N_PROMPT = 9, N_STEPS = 3, N_PARTS = 5 };
@@ -612,6 +613,55 @@ static void tensors_go_on(const mg_options *model, uint32_t n_runs) {
 }
 static const mg_options dense = {.type = MG_Q4_0, .n_layers = 2, .n_ff = 128, .seed = 12};
 static void test_tensors_go_on(void) { tensors_go_on(&dense, 12), tensors_go_on(&mixtures[3], 6); }
+
+/* Two threads with a session each, by tensors: a sum may fill its device, so that work must begin in one order on all. */
+typedef struct talker {
+    rf_session *s;
+    uint32_t n_vocab, n_wrong;
+    float want[MAX_LOGITS];
+    rf_result res;
+    rf_error err;
+} talker;
+static void *talk(void *user) {
+    talker *t = (talker *)user;
+    int32_t tokens[N_PROMPT];
+    float *row = NULL;
+    mg_tokens(tokens, N_PROMPT, t->n_vocab, 3);
+    for (int i = 0; i < 6 && t->res == RF_OK; i++) {
+        t->res = rf_session_truncate(t->s, 0, 0, NULL, &t->err);
+        if (t->res == RF_OK) t->res = rf_session_forward(t->s, tokens, N_PROMPT, &row, &t->err);
+        if (t->res == RF_OK) t->n_wrong += memcmp(t->want, row, t->n_vocab * sizeof *row) != 0;
+    }
+    return NULL;
+}
+static void test_tensors_threads(void) {
+    static const rf_device_desc dd = {.split = RF_SPLIT_TENSORS};
+    static const rf_session_desc narrow = {.n_ctx = 32, .n_seq_max = 1, .n_batch = 1}; /* several steps are in flight */
+    static talker talkers[2];
+    int32_t tokens[N_PROMPT];
+    pthread_t threads[2];
+    mg_buf file = {0};
+    float *row = NULL;
+    rig r;
+    mg_llama(&file, &dense);
+    REQUIRE(rig_open(&r, &(rig_how){.file = &file, .device = "hip:0,2", .device_desc = &dd, .session = &narrow}));
+    mg_tokens(tokens, N_PROMPT, r.n_vocab, 3);
+    CHECK(rf_session_forward(r.s, tokens, N_PROMPT, &row, &r.err) == RF_OK, "%s", r.err.text);
+    for (int i = 0; i < 2; i++) {
+        talker *t = &talkers[i];
+        *t = (talker){.s = r.s, .n_vocab = r.n_vocab};
+        memcpy(t->want, row, r.n_vocab * sizeof *row);
+        CHECK(i == 0 || rf_session_open(r.m, &narrow, &t->s, &r.err) == RF_OK, "%s", r.err.text);
+    }
+    for (int i = 0; i < 2; i++) CHECK(pthread_create(&threads[i], NULL, talk, &talkers[i]) == 0, "a thread");
+    for (int i = 0; i < 2; i++) {
+        pthread_join(threads[i], NULL);
+        CHECK(talkers[i].res == RF_OK && talkers[i].n_wrong == 0, "thread %d: %u with other bits, %s", i, talkers[i].n_wrong, talkers[i].err.text);
+    }
+    rf_session_close(talkers[1].s, NULL);
+    rig_close(&r);
+    mg_free(&file);
+}
 static void test_tensors_go_on_more(void) { tensors_go_on(&dense, 150), tensors_go_on(&mixtures[3], 150); }
 static void test_failing_calls(void) { failing_calls("hip:0,2", &dense, 12); }
 static void test_failing_more(void) { failing_calls("hip:0,2", &dense, 150); }
@@ -637,6 +687,7 @@ int main(int argc, char **argv) {
     RUN_SLOW(test_tensors_failing_more);
     RUN(test_tensors_go_on);
     RUN_SLOW(test_tensors_go_on_more);
+    RUN(test_tensors_threads);
     RUN(test_peers);
     RUN(test_uneven);
     RUN(test_failing_calls);
