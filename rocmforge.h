@@ -2506,7 +2506,8 @@ typedef struct rf_weight_part {
  * (RF_SUM_FLAGGED) are written with a turn beside each, which says that they are there; of more, block i of a launch
  * writes its share, then the turn to a flag, and waits for the others' blocks i. Turns count the sums of a plan, alike
  * on all members, so that nothing has to be reset. A member is at most one sum ahead of another: two sets of parts,
- * used in turn, are enough. */
+ * used in turn, are enough. A kernel that waits may fill its device: of all such plans there is one order, on all
+ * members, in which one plan_run begins when the one before has ended. */
 #define RF_MAX_MEMBERS 16u
 #define RF_SUM_BLOCKS 128u        /* of each member's launch of a sum, at most. All run at once */
 #define RF_SUM_HEAD_BYTES 16384u  /* of a block of memory: flags */

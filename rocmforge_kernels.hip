@@ -8392,8 +8392,9 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_trim(rfk_trim_args a) {
 
 /* ---- sums over the members of a group ----
  * As rf_plan_members says. A member knows that another has read a set of parts before it writes there again: it has
- * what that one wrote for the sum between, by a kernel that began when the one that read had ended. Products write
- * their part while they run where they can (rfk_pushes): then the sum only waits and adds. */
+ * what that one wrote for the sum between, by a kernel that began when the one that read had ended. Where they can
+ * (rfk_pushes) products write their part while they run: in large steps the sum then only waits and adds, in a decode
+ * step the product's blocks do that, too (rfk_take_sums), and the sum is no launch. */
 
 /* At most RFK_MEMBER_FLAGGED values, n is even.
  *   grid [ceil(n_rows * n / 2 / 256), at most RFK_MEMBER_BLOCKS]   block 256 */
@@ -11193,7 +11194,9 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
     pthread_mutex_init(&d->lock, NULL);
     rf_result r = rfk_describe(d->index, &d->info, &d->shared_bytes, err);
     d->wave = d->info.wave_size;
-#if defined(RFK_NVIDIA)
+#if defined(ROCMFORGE_HIP_EMU)
+    d->graphs = hip_emu_graphs_are_trusted() ? RFK_GRAPHS_ON : RFK_GRAPHS_CHECKED;
+#elif defined(RFK_NVIDIA)
     d->graphs = RFK_GRAPHS_ON;
 #else
     d->graphs = RFK_GRAPHS_CHECKED;

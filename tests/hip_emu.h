@@ -52,6 +52,8 @@ void hip_emu_no_kernels(int on);
  * exponent, where that is a float). Kernels of less than 128 threads, which write indices, do not count. 0 = none; at the
  * start: what the environment variable HIP_EMU_FLIP says. */
 void hip_emu_flip_result(uint64_t n);
+/* 1: devices that are opened from now on replay graphs without a check, as NVIDIA's. */
+void hip_emu_trusted_graphs(int on);
 /* 1: replays of a graph leave out its first kernel, whose results are then those of an earlier run. */
 void hip_emu_stale_graphs(int on);
 /* The matrix unit of a device: RFK_MATRIX_... of the kernels file, or HIP_EMU_SM90, that of SM80 and wgmma. At the start
@@ -791,7 +793,7 @@ struct hip_emu_state {
     unsigned n_events, n_graphs, n_comms;
     uint64_t calls, launches, replays, fail_call, fail_work, flip;
     bool fail_forever, broken;
-    int n_devices, n_units, count_error, no_kernels, order, stale_graphs;
+    int n_devices, n_units, count_error, no_kernels, order, stale_graphs, trusted_graphs;
     size_t memory[4]; /* of each device */
     std::map<char *, int> device_of; /* blocks of device memory */
     bool lost[4];
@@ -802,7 +804,7 @@ struct hip_emu_state {
     uint32_t random;
     hip_emu_state() : again(false), n_resting(0), n_events(0), n_graphs(0), n_comms(0), calls(0), launches(0), replays(0), fail_call(0), fail_work(0), flip(0),
                       fail_forever(false), broken(false), n_devices(2), n_units(5), count_error(0), no_kernels(0),
-                      order(HIP_EMU_LATE), stale_graphs(0), peers_open(), peers(0), rccl(0), peer_copies(0), rccl_transfers(0), elapsed_ms(-1),
+                      order(HIP_EMU_LATE), stale_graphs(0), trusted_graphs(0), peers_open(), peers(0), rccl(0), peer_copies(0), rccl_transfers(0), elapsed_ms(-1),
                       random(1) {
         for (int i = 0; i < 4; i++) lost[i] = false, memory[i] = static_cast<size_t>(8) << 30;
         const char *text = getenv("HIP_EMU_FLIP");
@@ -1324,6 +1326,7 @@ static inline hipError_t hipGraphInstantiate(hipGraphExec_t *out, hipGraph_t gra
     hip_emu().n_graphs++;
     return hipSuccess;
 }
+static inline bool hip_emu_graphs_are_trusted() { HIP_EMU_LOCK; return hip_emu().trusted_graphs != 0; }
 static inline hipError_t hipGraphLaunch(hipGraphExec_t exec, hipStream_t s) {
     HIP_EMU_LOCK;
     hipError_t r = hip_emu_call();
@@ -1519,6 +1522,7 @@ void hip_emu_no_kernels(int on) { HIP_EMU_LOCK; hip_emu().no_kernels = on; }
 void hip_emu_matrix_unit(int device, int kind) { HIP_EMU_LOCK; hip_emu_matrix_kind[device] = kind; }
 void hip_emu_fused_block(int device, unsigned threads) { HIP_EMU_LOCK; hip_emu_fused_threads[device] = threads; }
 void hip_emu_wrong_units(int kinds) { HIP_EMU_LOCK; hip_emu_wrong_kinds = kinds; }
+void hip_emu_trusted_graphs(int on) { HIP_EMU_LOCK; hip_emu().trusted_graphs = on; }
 void hip_emu_stale_graphs(int on) { HIP_EMU_LOCK; hip_emu().stale_graphs = on; }
 void hip_emu_elapsed(float ms) { HIP_EMU_LOCK; hip_emu().elapsed_ms = ms; }
 hip_emu_counts hip_emu_get_counts(void) {

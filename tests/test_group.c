@@ -304,6 +304,30 @@ static void test_tensors_experts(void) {
     }
 }
 
+/* Decode steps as graphs, as on NVIDIA: whole steps, in which a product's blocks take the sum of its parts and quantize it
+ * for the next product. The bits of steps in pieces. */
+static void test_tensors_graphs(void) {
+    static const mg_options models[] = {
+        {.type = MG_Q8_0, .n_heads = 8, .n_kv_heads = 4, .head_dim = 128, .n_ff = 768, .seed = 9, .tied = 1},
+        {.type = MG_Q4_K, .n_heads = 6, .n_kv_heads = 3, .head_dim = 128, .n_ff = 1280, .seed = 9}};
+    static speech want, got;
+    rf_error err;
+    for (size_t i = 0; i < RFT_COUNT(models); i++) {
+        mg_buf file = {0};
+        mg_llama(&file, &models[i]);
+        for (size_t k = 0; k < RFT_COUNT(by_tensors); k++) {
+            CHECK(speak_on(NULL, &file, by_tensors[k], NULL, &want, &err) == RF_OK, "%s: %s", by_tensors[k], err.text);
+            const uint64_t before = hip_emu_get_counts().replays;
+            hip_emu_trusted_graphs(1);
+            CHECK(speak_on(NULL, &file, by_tensors[k], NULL, &got, &err) == RF_OK, "%s: %s", by_tensors[k], err.text);
+            hip_emu_trusted_graphs(0);
+            CHECK(hip_emu_get_counts().replays > before, "%s, model %zu: no graph", by_tensors[k], i);
+            CHECK(memcmp(&want, &got, sizeof want) == 0, "%s, model %zu: graphs give other bits", by_tensors[k], i);
+        }
+        mg_free(&file);
+    }
+}
+
 /* Each member's budget holds its own experts, or a cache of them, or they go through its ring: the same bits. */
 static void test_tensors_experts_within(void) {
     static const struct { uint32_t tenths; int cached, streamed; } budgets[] = {{20, 0, 0}, {14, 0, 0}, {7, 1, 0}, {5, 0, 1}};
@@ -675,6 +699,7 @@ int main(int argc, char **argv) {
     hip_emu_devices(4, 0);
     hip_emu_rccl(HIP_EMU_RCCL_NONE);
     RUN(test_tensors);
+    RUN(test_tensors_graphs);
     RUN(test_rccl);
     RUN(test_rccl_failing);
     RUN_SLOW(test_rccl_failing_more);
