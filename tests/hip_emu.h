@@ -164,17 +164,22 @@ static void hip_emu_die(const char *what) {
  * telling AddressSanitizer of each change of stacks takes longer than the change, and kernels have no exceptions. */
 
 #if defined(__x86_64__)
-extern "C" void hip_emu_swap(void **save_sp, void *sp);
-__asm__(".text\n.globl hip_emu_swap\n.type hip_emu_swap,@function\nhip_emu_swap:\n"
-        "pushq %rbp\npushq %rbx\npushq %r12\npushq %r13\npushq %r14\npushq %r15\n"
-        "movq %rsp,(%rdi)\nmovq %rsi,%rsp\n"
-        "popq %r15\npopq %r14\npopq %r13\npopq %r12\npopq %rbx\npopq %rbp\nret\n"
-        ".size hip_emu_swap,.-hip_emu_swap\n");
-/* six registers, the address `ret` takes, and one word so that the stack is aligned as after a call */
+/* Compiled into its callers, and a jump: processors predict where a call returns to, and would be wrong at each change of stacks.
+ * 128: below the stack pointer may be variables of the caller. */
+HIP_EMU_UNCHECKED __attribute__((always_inline)) static inline void hip_emu_swap(void **save_sp, void *sp) {
+    __asm__ volatile("leaq -128(%%rsp),%%rsp\npushq %%rbp\nleaq 1f(%%rip),%%rax\npushq %%rax\n"
+                     "movq %%rsp,(%0)\nmovq %1,%%rsp\npopq %%rax\njmpq *%%rax\n"
+                     "1:popq %%rbp\nleaq 128(%%rsp),%%rsp\n"
+                     : "+D"(save_sp), "+S"(sp)
+                     :
+                     : "rax", "rbx", "rcx", "rdx", "r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15", "xmm0", "xmm1", "xmm2", "xmm3",
+                       "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11", "xmm12", "xmm13", "xmm14", "xmm15", "cc", "memory");
+}
+/* the address that is jumped to, and the stack aligned as after a call */
 static void *hip_emu_first_sp(char *top, void (*entry)(void)) {
-    void **sp = reinterpret_cast<void **>(top) - 8;
-    memset(sp, 0, 64);
-    sp[6] = reinterpret_cast<void *>(entry);
+    void **sp = reinterpret_cast<void **>(top) - 2;
+    sp[0] = reinterpret_cast<void *>(entry);
+    sp[1] = nullptr;
     return sp;
 }
 #elif defined(__aarch64__)
@@ -235,6 +240,15 @@ HIP_EMU_UNCHECKED static inline void hip_emu_append_all(hip_emu_queue *to, hip_e
     if (to->first) to->last->next = from->first;
     else to->first = from->first;
     to->last = from->last;
+    from->first = nullptr;
+}
+
+/* A wave that has met goes on before others: its stacks are in the cache, and a shuffle is no barrier of the whole block. */
+HIP_EMU_UNCHECKED static inline void hip_emu_prepend_all(hip_emu_queue *to, hip_emu_queue *from) {
+    if (!from->first) return;
+    from->last->next = to->first;
+    if (!to->first) to->last = from->last;
+    to->first = from->first;
     from->first = nullptr;
 }
 
@@ -358,7 +372,7 @@ HIP_EMU_UNCHECKED static inline void hip_emu_meet(unsigned kind) {
     if (++w->arrived == w->size) {
         w->arrived = 0;
         w->round++;
-        hip_emu_append_all(&m->ready, &w->waiting);
+        hip_emu_prepend_all(&m->ready, &w->waiting);
     } else {
         hip_emu_append(&w->waiting, m->self);
         hip_emu_run_next(m);
@@ -1353,7 +1367,9 @@ static void hip_emu_add_fiber(hip_emu_machine *m) {
     if (stack == MAP_FAILED || mprotect(stack, 4096, PROT_NONE)) hip_emu_die("no memory for a fiber's stack");
     m->stacks.push_back(static_cast<char *>(stack));
     hip_emu_fiber f = hip_emu_fiber();
-    f.sp = hip_emu_first_sp(static_cast<char *>(stack) + 4096 + hip_emu_stack_bytes, hip_emu_entry);
+    /* a cache line further down each: tops at the same offset in their pages would share a few lines of the cache */
+    char *top = static_cast<char *>(stack) + 4096 + hip_emu_stack_bytes - m->fibers.size() % 64 * 64;
+    f.sp = hip_emu_first_sp(top, hip_emu_entry);
     m->fibers.push_back(f);
 }
 
