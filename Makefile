@@ -134,7 +134,8 @@ clean:    ## remove build/
 help:    ## this list
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## \(.*\)/  make \1	\2/p' Makefile | expand -t 18
 
-# Sanitizers make vector kernels compile for minutes: only test_kernels has them there.
+# Sanitizers make vector kernels compile for minutes: they are left out there, unless SANITIZED= keeps them (with clang and calls
+# that check each access it is a minute and a half, and tests of models then take a fraction of the time).
 SANITIZED := $(if $(findstring sanitize,$(CFLAGS)),-DROCMFORGE_NO_SIMD)
 
 # The implementation is compiled once, into an archive. tests/internals.awk makes its static functions visible: suites include
@@ -157,11 +158,10 @@ $(B)/rocmforge_server: examples/server_page.html
 $(B)/%: examples/%.c rocmforge.h $(B)/rocmforge.a
 	$(CC) $(CFLAGS) -DROCMFORGE_IMPLEMENTATION_DONE -I. $< $(B)/rocmforge.a -o $@ $(LIBS)
 
-# suites with an implementation of their own: those that set macros, and test_kernels in sanitizer builds (SIMD_FLAGS: for that one
-# alone: calls to check each access, say, which take less time to compile and more to run)
+# suites with an implementation of their own: those that set macros, and test_kernels where the archive has no vector kernels
 INSIDE = -I$(B)/inside $(SANITIZED)
 $(B)/test_fuzz $(B)/test_limits $(B)/test_stream: INSIDE = -O0 -DROCMFORGE_NO_SIMD
-$(B)/test_kernels: INSIDE = $(if $(SANITIZED),-DROCMFORGE_STATIC $(SIMD_FLAGS),-I$(B)/inside)
+$(B)/test_kernels: INSIDE = $(if $(SANITIZED),-DROCMFORGE_STATIC,-I$(B)/inside)
 
 $(B)/%: tests/%.c $(HEADERS) $(B)/rocmforge.a
 	$(CC) $(CFLAGS) $(INSIDE) -I. $< $(B)/rocmforge.a -o $@ $(LIBS)

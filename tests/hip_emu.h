@@ -164,16 +164,17 @@ static void hip_emu_die(const char *what) {
  * telling AddressSanitizer of each change of stacks takes longer than the change, and kernels have no exceptions. */
 
 #if defined(__x86_64__)
-/* Compiled into its callers, and a jump: processors predict where a call returns to, and would be wrong at each change of stacks.
- * 128: below the stack pointer may be variables of the caller. */
+/* Compiled into its callers, and a jump: processors predict where a call returns to, and would be wrong at each change of
+ * stacks. 128: below the stack pointer may be variables of the caller. */
 HIP_EMU_UNCHECKED __attribute__((always_inline)) static inline void hip_emu_swap(void **save_sp, void *sp) {
     __asm__ volatile("leaq -128(%%rsp),%%rsp\npushq %%rbp\nleaq 1f(%%rip),%%rax\npushq %%rax\n"
                      "movq %%rsp,(%0)\nmovq %1,%%rsp\npopq %%rax\njmpq *%%rax\n"
                      "1:popq %%rbp\nleaq 128(%%rsp),%%rsp\n"
                      : "+D"(save_sp), "+S"(sp)
                      :
-                     : "rax", "rbx", "rcx", "rdx", "r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15", "xmm0", "xmm1", "xmm2", "xmm3",
-                       "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11", "xmm12", "xmm13", "xmm14", "xmm15", "cc", "memory");
+                     : "rax", "rbx", "rcx", "rdx", "r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15", "xmm0", "xmm1",
+                       "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11", "xmm12", "xmm13",
+                       "xmm14", "xmm15", "cc", "memory");
 }
 /* the address that is jumped to, and the stack aligned as after a call */
 static void *hip_emu_first_sp(char *top, void (*entry)(void)) {

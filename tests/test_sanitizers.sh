@@ -23,19 +23,19 @@ case_emulated_kernels() {
 }
 case_address_and_undefined() {
     need clang 'clang libclang-rt-14-dev'
-    quiet $old_layout make check-c B="$build/asan" CC=clang CFLAGS="$flags -fsanitize=address,undefined" \
-        SIMD_FLAGS="-mllvm -asan-instrumentation-with-call-threshold=0"
+    quiet $old_layout make check-c B="$build/asan" CC=clang SANITIZED= \
+        CFLAGS="$flags -fsanitize=address,undefined -mllvm -asan-instrumentation-with-call-threshold=0"
 }
 case_threads() {
     need clang 'clang libclang-rt-14-dev'
     suites=
     for suite in sync lazy stream experts model threads; do suites="$suites $build/tsan/test_$suite"; done
-    quiet $old_layout make check-c B="$build/tsan" CC=clang TESTS="$suites" CFLAGS="$flags -fsanitize=thread"
+    quiet $old_layout make check-c B="$build/tsan" CC=clang TESTS="$suites" SANITIZED= CFLAGS="$flags -fsanitize=thread"
 }
 case_threads_of_emulated_gpus() {
     need g++ g++
     quiet $old_layout make check-c B="$build/tsan_emu" CC=gcc CXX=g++ TESTS="$build/tsan_emu/hip_threads" \
-        CFLAGS="$flags -fsanitize=thread"
+        CFLAGS="$flags -fsanitize=thread -DROCMFORGE_TYPES=Q8_0,F16"
 }
 case_fuzz() {
     need clang 'clang libclang-rt-14-dev'
