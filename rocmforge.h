@@ -19065,8 +19065,8 @@ static rf_result rfi_shards_parts(rfi_group_plan *p, rfi_group_queue *q, uint32_
     return r;
 }
 
-/* A member's segments [first, end) of those it has. Sessions' steps run one after the other, in one order on all members:
- * a sum may fill its device until the others' parts are there. */
+/* A member's segments [first, end) of those it has. Sessions' steps run one after the other, in one order on all
+ * members: a sum may fill its device until the others' parts are there. */
 static rf_result rfi_shards_run_one(rfi_group_plan *p, rfi_group_queue *q, uint32_t m, uint32_t first, uint32_t end,
                                     const rf_step *step, rf_error *err) {
     rf_ticket t = {0};

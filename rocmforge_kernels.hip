@@ -12912,8 +12912,8 @@ static bool rfk_is_fused_alone(const rf_prepared *p, uint32_t i) {
     return is;
 }
 /* Whether the product of op i writes its part of the sum that follows where the members want it. In a decode step with
- * turns: its blocks add up their rows, too, and it is launched when the sum is run. In larger steps without turns, which
- * the host knows. Both ops ask. */
+ * turns: its blocks add up their rows, too, and it is launched when the sum is run. In larger steps without turns,
+ * which the host knows. Both ops ask. */
 enum { RFK_PUSHES_NOT, RFK_PUSHES_FLAGGED, RFK_PUSHES_PARTS };
 static int rfk_pushes(const rf_prepared *p, const rf_step *step, uint32_t i) {
     const rf_op *op = &p->plan->ops[i];
@@ -14027,7 +14027,8 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     uint32_t per_cu = config->blocks_per_cu;
     if (a.sum.n_members) /* blocks wait for others, so that all must run at once */
         per_cu = 2 * (shared + sizeof(rfk_fused_shared)) > p->dev->shared_bytes ? 1 : RFK_FUSED_RESIDENT;
-    const uint32_t blocks = rfk_divide_blocks(l, a.part, a.glu, pairs ? 32 : waves, per_cu * p->dev->info.compute_units);
+    const uint32_t blocks =
+        rfk_divide_blocks(l, a.part, a.glu, pairs ? 32 : waves, per_cu * p->dev->info.compute_units);
     rfk_config c = {dim3(blocks), dim3(pairs ? RFK_PAIRS_BLOCK : RFK_FUSED_BLOCK_OF(p->dev)), shared,
                     rfk_early_carveout(l), l->q->stream};
     void (*kernel)(rfk_fused_args) =
