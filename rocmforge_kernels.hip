@@ -3722,12 +3722,29 @@ __host__ RFK_DEVICE rfk_flagged *rfk_flagged_part(const rfk_members_args &a, uin
     return parts + (size_t)((turn & 1) * a.n_members + from) * (RF_SUM_FLAGGED / 2);
 }
 
+/* A sum that blocks of a product take, in shared memory: hipcc copies arguments that are indexed to private memory. */
+struct rfk_product_sum {
+    uint32_t turn, epoch;
+    char *block[RF_MAX_MEMBERS]; /* as in rfk_members_args */
+};
+/* By one thread, before a barrier. */
+RFK_DEVICE void rfk_begin_sum(const rfk_members_args &a, rfk_product_sum &s) {
+    s.turn = a.now[0] + a.index, s.epoch = a.now[1];
+    RFK_UNROLL(16)
+    for (uint32_t k = 0; k < RF_MAX_MEMBERS; k++) s.block[k] = a.block[k];
+}
+RFK_DEVICE uint64_t *rfk_product_part(const rfk_members_args &a, const rfk_product_sum &s, uint32_t to, uint32_t from,
+                                      uint32_t row) {
+    rfk_flagged *parts = reinterpret_cast<rfk_flagged *>(s.block[to] + RF_SUM_HEAD_BYTES);
+    return &parts[(size_t)((s.turn & 1) * a.n_members + from) * (RF_SUM_FLAGGED / 2) + row / 2].v[row % 2];
+}
+
 /* Part `row` of what product blocks write for a sum, into the members' blocks of memory but this one's. */
-RFK_DEVICE void rfk_push(const rfk_members_args &a, uint32_t turn, uint32_t row, float v) {
-    const uint64_t flagged = rfk_flag_value(v, turn);
+RFK_DEVICE void rfk_push(const rfk_members_args &a, const rfk_product_sum &s, uint32_t row, float v) {
+    const uint64_t flagged = rfk_flag_value(v, s.turn);
     for (uint32_t k = 0; k < a.n_members; k++) {
         if (k == a.rank) continue;
-        uint64_t *to = &rfk_flagged_part(a, k, a.rank, turn)[row / 2].v[row % 2];
+        uint64_t *to = rfk_product_part(a, s, k, a.rank, row);
 #if defined(ROCMFORGE_HIP_EMU)
         *to = flagged;
 #elif defined(RFK_NVIDIA)
@@ -3739,16 +3756,16 @@ RFK_DEVICE void rfk_push(const rfk_members_args &a, uint32_t turn, uint32_t row,
 }
 
 /* The sum of all members' parts for `row`, in their order; own: this one's. Waits for the others'. */
-RFK_DEVICE float rfk_take(const rfk_members_args &a, uint32_t turn, uint32_t epoch, uint32_t row, float own) {
+RFK_DEVICE float rfk_take(const rfk_members_args &a, const rfk_product_sum &s, uint32_t row, float own) {
     float sum = 0;
     for (uint32_t k = 0; k < a.n_members; k++) {
         float v = own;
         if (k != a.rank) {
-            rfk_sum_wait w = {reinterpret_cast<rfk_sum_head *>(a.block[a.rank]), k, turn, epoch, 0};
-            const uint64_t *at = &rfk_flagged_part(a, a.rank, k, turn)[row / 2].v[row % 2];
+            rfk_sum_wait w = {reinterpret_cast<rfk_sum_head *>(s.block[a.rank]), k, s.turn, s.epoch, 0};
+            const uint64_t *at = rfk_product_part(a, s, a.rank, k, row);
             uint64_t found;
             do found = rfk_load_flag(at);
-            while ((uint32_t)(found >> 32) != turn && rfk_waits_on(a, w, (uint32_t)(found >> 32)));
+            while ((uint32_t)(found >> 32) != s.turn && rfk_waits_on(a, w, (uint32_t)(found >> 32)));
             v = rfk_as_float((uint32_t)found);
         }
         sum = k == 0 ? v : sum + v;
@@ -3889,7 +3906,7 @@ RFK_DEVICE uint32_t rfk_find_product(const rfk_product *part, uint32_t &number, 
 #define RFK_FUSED_PASSES 8u /* rows of a wave at most, if the block keeps its results */
 struct rfk_fused_shared {
     float factor;                         /* of all dot products: 1 / rms of a deferred norm */
-    uint32_t turn, epoch;                 /* of the sum that the results are parts of */
+    rfk_product_sum sum;                  /* that the results are parts of */
     float squares[RFK_MAX_COLUMN / 32];   /* of the norm that this block makes */
     float out[RFK_FUSED_PASSES][32];       /* results, if they are quantized or parts of a sum */
     float to_norm[RFK_FUSED_PASSES][32];   /* and the norm weights that multiply them */
@@ -4381,10 +4398,10 @@ RFK_DEVICE float rfk_put_glu(const rfk_product &gates, const rfk_product &p, uin
 /* Lane 0: store the epilogue of a row's sum, or silu(gate) * sum, and return it. before: the value there, if the
  * product accumulates. */
 RFK_DEVICE float rfk_fused_epilogue(const rfk_fused_args &a, const rfk_product &p, uint32_t row, float gate, float sum,
-                                float before, uint32_t turn) {
+                                float before, const rfk_product_sum &sums) {
     if (a.sum.n_members) {
         const float part = rfk_epilogue(p, row, sum, before);
-        rfk_push(a.sum, turn, row, part);
+        rfk_push(a.sum, sums, row, part);
         return part;
     }
     return a.glu ? rfk_put_glu(p, a.part[1], row, 0, gate, sum) : rfk_put_on(p, row, 0, sum, before);
@@ -4418,7 +4435,7 @@ RFK_DEVICE void rfk_take_sums(const rfk_members_args &a, uint32_t number, uint32
         const uint32_t row = (i / each * n_blocks + number) * each + i % each;
         if (row >= n_out) return;
         float &own = s.out[i / each][i % each];
-        const float before = a.accumulate ? a.out[row] : 0.0f, sum = rfk_take(a, s.turn, s.epoch, row, own);
+        const float before = a.accumulate ? a.out[row] : 0.0f, sum = rfk_take(a, s.sum, row, own);
         a.out[row] = own = a.accumulate ? sum + before : sum;
     }
 }
@@ -4454,7 +4471,7 @@ RFK_DEVICE void rfk_fused_block(const rfk_fused_args &a, const rfk_product &p, u
     rfk_fill_grid<rfk_grid_of<TYPE>::IS>(c.grid, RFK_FUSED_BLOCK);
     rfk_wait_previous();
     if (a.to_norm && threadIdx.x < RFK_FUSED_PASSES * 32) s.to_norm[threadIdx.x / 32][threadIdx.x % 32] = to_norm;
-    if (a.sum.n_members && threadIdx.x == 0) s.turn = a.sum.now[0] + a.sum.index, s.epoch = a.sum.now[1];
+    if (a.sum.n_members && threadIdx.x == 0) rfk_begin_sum(a.sum, s.sum);
     rfk_fill_column<WAVE>(a, c, weight, s, RFK_FUSED_BLOCK);
     float before = lane == 0 && p.accumulate && row < n_out ? p.out[row] : 0.0f;
     while (row < n_out) {
@@ -4486,7 +4503,7 @@ RFK_DEVICE void rfk_fused_block(const rfk_fused_args &a, const rfk_product &p, u
             if (next_second) gate = sum;
             else if (lane == 0) {
                 const float made =
-                    rfk_fused_epilogue(a, p, row, rfk_mul(gate, s.factor), rfk_mul(sum, s.factor), before, s.turn);
+                    rfk_fused_epilogue(a, p, row, rfk_mul(gate, s.factor), rfk_mul(sum, s.factor), before, s.sum);
                 if (a.to8.q || a.sum.n_members) s.out[pass][threadIdx.x / WAVE] = made;
                 if (p.accumulate && next_row < n_out) before = p.out[next_row];
             }
@@ -4640,7 +4657,7 @@ RFK_DEVICE void rfk_pairs_block(const rfk_fused_args &a, const rfk_product &p, u
     }
     rfk_wait_previous();
     if (a.to_norm && threadIdx.x < RFK_FUSED_PASSES * 32) s.to_norm[threadIdx.x / 32][threadIdx.x % 32] = to_norm;
-    if (a.sum.n_members && threadIdx.x == 0) s.turn = a.sum.now[0] + a.sum.index, s.epoch = a.sum.now[1];
+    if (a.sum.n_members && threadIdx.x == 0) rfk_begin_sum(a.sum, s.sum);
     rfk_fill_column<32>(a, c, weight, s, RFK_PAIRS_BLOCK);
     float before = p.accumulate && lane < each && row + lane < n_out ? p.out[row + lane] : 0.0f;
     while (row < n_out) {
@@ -4675,7 +4692,7 @@ RFK_DEVICE void rfk_pairs_block(const rfk_fused_args &a, const rfk_product &p, u
             rfk_wave_sums<32>(&sum[0], &sum[1]);
             if (lane < each && row + lane < n_out) {
                 const float gate = rfk_mul(sum[0], s.factor), own = a.glu || lane ? rfk_mul(sum[1], s.factor) : gate,
-                            made = rfk_fused_epilogue(a, p, row + lane, gate, own, before, s.turn);
+                            made = rfk_fused_epilogue(a, p, row + lane, gate, own, before, s.sum);
                 if (a.to8.q || a.sum.n_members) s.out[place / 32][place % 32 + lane] = made;
             }
             before = p.accumulate && lane < each && next_row + lane < n_out ? p.out[next_row + lane] : 0.0f;
