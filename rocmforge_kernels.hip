@@ -3715,11 +3715,10 @@ RFK_DEVICE bool rfk_waits_on(const rfk_members_args &a, rfk_sum_wait &w, uint32_
     return false;
 }
 
-/* Where member `to` has the flagged part of member `from`. */
-__host__ RFK_DEVICE rfk_flagged *rfk_flagged_part(const rfk_members_args &a, uint32_t to, uint32_t from,
-                                                  uint32_t turn) {
-    rfk_flagged *parts = reinterpret_cast<rfk_flagged *>(a.block[to] + RF_SUM_HEAD_BYTES);
-    return parts + (size_t)((turn & 1) * a.n_members + from) * (RF_SUM_FLAGGED / 2);
+/* The flagged part of member `from` in a member's block of memory. */
+RFK_DEVICE rfk_flagged *rfk_flagged_part(char *block, uint32_t n_members, uint32_t from, uint32_t turn) {
+    rfk_flagged *parts = reinterpret_cast<rfk_flagged *>(block + RF_SUM_HEAD_BYTES);
+    return parts + (size_t)((turn & 1) * n_members + from) * (RF_SUM_FLAGGED / 2);
 }
 
 /* A sum that blocks of a product take, in shared memory: hipcc copies arguments that are indexed to private memory. */
@@ -3733,18 +3732,13 @@ RFK_DEVICE void rfk_begin_sum(const rfk_members_args &a, rfk_product_sum &s) {
     RFK_UNROLL(16)
     for (uint32_t k = 0; k < RF_MAX_MEMBERS; k++) s.block[k] = a.block[k];
 }
-RFK_DEVICE uint64_t *rfk_product_part(const rfk_members_args &a, const rfk_product_sum &s, uint32_t to, uint32_t from,
-                                      uint32_t row) {
-    rfk_flagged *parts = reinterpret_cast<rfk_flagged *>(s.block[to] + RF_SUM_HEAD_BYTES);
-    return &parts[(size_t)((s.turn & 1) * a.n_members + from) * (RF_SUM_FLAGGED / 2) + row / 2].v[row % 2];
-}
 
 /* Part `row` of what product blocks write for a sum, into the members' blocks of memory but this one's. */
 RFK_DEVICE void rfk_push(const rfk_members_args &a, const rfk_product_sum &s, uint32_t row, float v) {
     const uint64_t flagged = rfk_flag_value(v, s.turn);
     for (uint32_t k = 0; k < a.n_members; k++) {
         if (k == a.rank) continue;
-        uint64_t *to = rfk_product_part(a, s, k, a.rank, row);
+        uint64_t *to = &rfk_flagged_part(s.block[k], a.n_members, a.rank, s.turn)[row / 2].v[row % 2];
 #if defined(ROCMFORGE_HIP_EMU)
         *to = flagged;
 #elif defined(RFK_NVIDIA)
@@ -3762,7 +3756,7 @@ RFK_DEVICE float rfk_take(const rfk_members_args &a, const rfk_product_sum &s, u
         float v = own;
         if (k != a.rank) {
             rfk_sum_wait w = {reinterpret_cast<rfk_sum_head *>(s.block[a.rank]), k, s.turn, s.epoch, 0};
-            const uint64_t *at = rfk_product_part(a, s, a.rank, k, row);
+            const uint64_t *at = &rfk_flagged_part(s.block[a.rank], a.n_members, k, s.turn)[row / 2].v[row % 2];
             uint64_t found;
             do found = rfk_load_flag(at);
             while ((uint32_t)(found >> 32) != s.turn && rfk_waits_on(a, w, (uint32_t)(found >> 32)));
@@ -8423,7 +8417,8 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_sum_flagged(rfk_members_args a
     const uint32_t turn = a.now[0] + a.index, epoch = a.now[1];
     for (uint32_t i = first; i < total; i += step) {
         const float2 v = *reinterpret_cast<const float2 *>(a.in + (size_t)(i / n2) * a.in_stride + 2 * (i % n2));
-        for (uint32_t k = 0; k < a.n_members; k++) rfk_store_flagged(rfk_flagged_part(a, k, a.rank, turn) + i, v, turn);
+        for (uint32_t k = 0; k < a.n_members; k++)
+            rfk_store_flagged(rfk_flagged_part(a.block[k], a.n_members, a.rank, turn) + i, v, turn);
     }
     __syncthreads(); /* no thread waits before all have written */
     for (uint32_t begin = 0; begin < total; begin += step) { /* all threads take part in each */
@@ -8433,7 +8428,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_sum_flagged(rfk_members_args a
         if (a.accumulate && i < total) before = *out;
         for (uint32_t k = 0; k < a.n_members && i < total; k++) {
             rfk_sum_wait w = {reinterpret_cast<rfk_sum_head *>(a.block[a.rank]), k, turn, epoch, 0};
-            const rfk_flagged *at = rfk_flagged_part(a, a.rank, k, turn) + i;
+            const rfk_flagged *at = rfk_flagged_part(a.block[a.rank], a.n_members, k, turn) + i;
             for (;;) {
                 const rfk_flagged f = rfk_load_flagged(at);
                 const uint32_t x = (uint32_t)(f.v[0] >> 32), y = (uint32_t)(f.v[1] >> 32);
