@@ -21404,6 +21404,8 @@ ROCMFORGE_API rf_result rf_session_save(rf_session *s, int32_t seq, const rf_ses
     rf_result r = rfi_session_check_seq(s, seq, "rf_session_save", err);
     if (r != RF_OK) return r;
     if (!io || !io->write_fn) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_session_save: no write_fn");
+    if (rfi_group_size(s->m->device) != rfi_group_here(s->m->device))
+        return rfi_fail(err, RF_ERR_UNSUPPORTED, 0, "rf_session_save: each rank holds a part of the sequence");
     rfi_saved h = rfi_saved_header(s, s->lengths[seq], s->min_keep[seq]);
     rfi_saving w = {.s = s, .io = io, .err = err, .hash = 0xcbf29ce484222325u};
     r = rfi_saving_move(&w, &h, sizeof h);

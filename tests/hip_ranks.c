@@ -82,7 +82,7 @@ static rf_result speak(const job *j, rig *r, report *to) {
         const rf_session_io io = {.write_fn = saved_write, .user = &file};
         CHECK(rf_drafter_open(r->m, NULL, &drafter, &r->err) == RF_ERR_UNSUPPORTED, "%s", r->err.text);
         file.n = 0;
-        CHECK(rf_session_save(r->s, 0, &io, &r->err) == RF_ERR_UNSUPPORTED, "%s", r->err.text);
+        CHECK(rf_session_save(r->s, 0, &io, &r->err) == RF_ERR_UNSUPPORTED && file.n == 0, "%s", r->err.text);
     }
     if (res == RF_OK) res = rf_sampler_init(&sampler, &(rf_sampler_desc){.temperature = 1, .seed = 7}, &r->err);
     const rf_generate_desc d = {.ids = tokens, .n_ids = 6, .max_tokens = N_TOKENS, .sampler = &sampler, .on_token = on_token, .user = to};
