@@ -5609,6 +5609,7 @@ RFK_DEVICE void rfk_wait_copies() { asm volatile("cp.async.wait_all;" ::: "memor
 /* Commit this thread's copies as a group; wait until at most one group is in flight. */
 RFK_DEVICE void rfk_commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 RFK_DEVICE void rfk_wait_copies_but_one() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
+RFK_DEVICE void rfk_wait_copies_but_two() { asm volatile("cp.async.wait_group 2;" ::: "memory"); }
 #else
 #define RFK_ASYNC_COPIES 0
 RFK_DEVICE void rfk_copy16(int4 *to, const int4 *from) { *to = *from; }
@@ -5616,6 +5617,7 @@ RFK_DEVICE void rfk_wait_copies() {}
 #if RFK_MAY_BE(RFK_MATRIX_SM80)
 RFK_DEVICE void rfk_commit_copies() {}
 RFK_DEVICE void rfk_wait_copies_but_one() {}
+RFK_DEVICE void rfk_wait_copies_but_two() {}
 #endif
 #endif
 
@@ -6911,12 +6913,15 @@ static __global__ void RFK_RESIDENT(RFK_FEW_WAVES *WAVE, 2) rfk_few(rfk_few_args
 }
 
 /* ---- many columns, on warpgroups ----
- * Hopper's wgmma multiplies 64 rows by 64 or 128 columns of 16-bit floats in shared memory, asynchronously, for a
+ * Hopper's wgmma multiplies 64 rows by 64, 128 or 256 columns of 16-bit floats in shared memory, asynchronously, for a
  * warpgroup of four waves. Warp specialization: a producer warpgroup decodes weights to bf16, or copies those that are
- * 16-bit floats, into the stages of a ring buffer, a consumer multiplies; activations were converted by the kernel
- * before. The rounding error of bf16 is at most 2^-8 of a value, where that of int8 activations is up to 1 / 254 of the
- * largest in the group; bf16 do not overflow, as halves would. F16 weights are multiplied by halves: a row of
- * activations is scaled by a power of two first, the error is 2^-11 of a value.
+ * 16-bit floats, into the stages of a ring buffer, consumers multiply; activations were converted by the kernel before.
+ * The rounding error of bf16 is at most 2^-8 of a value, where that of int8 activations is up to 1 / 254 of the largest
+ * in the group; bf16 do not overflow, as halves would. F16 weights are multiplied by halves: a row of activations is
+ * scaled by a power of two first, the error is 2^-11 of a value.
+ * rfk_matmul_wgmma: 128 rows of W by up to 128 columns, one consumer, two blocks a multiprocessor.
+ * rfk_matmul_wide: 128 rows by 256 columns, two consumers of 64 rows each: shared memory is read the least. Its blocks
+ * stay, and do one tile after another: the producer is at the next tile while the consumers store the one before.
  * PTX ISA 8.7, "Asynchronous Warpgroup Level Matrix Instructions", "mbarrier". The n-th wait for an mbarrier returns
  * after n times the arrivals (and bytes) that it was made for. */
 
@@ -6924,24 +6929,33 @@ static __global__ void RFK_RESIDENT(RFK_FEW_WAVES *WAVE, 2) rfk_few(rfk_few_args
 #define RFK_WGMMA_ROWS 128u /* rows of W for a block */
 #define RFK_WGMMA_COLS 128u
 #define RFK_WGMMA_DEPTH 64u /* values of a row in a stage: 128 bytes */
-#define RFK_WGMMA_GROUPS 2u /* consumer warpgroups of a block, at most; it has as many producers */
-#define RFK_WGMMA_STAGES (RFK_WGMMA_GROUPS + 2)
-#define RFK_WGMMA_BLOCK (2 * RFK_WARPGROUP) /* threads with one consumer */
+#define RFK_WGMMA_STAGES 3u
+#define RFK_WGMMA_BLOCK (2 * RFK_WARPGROUP)
+#define RFK_WIDE_COLS 256u
+#define RFK_WIDE_STAGES 4u
+#define RFK_WIDE_BLOCK (3 * RFK_WARPGROUP)
+#define RFK_WIDE_PUT 64u /* columns that pass through shared memory at once on their way out */
 #define RFK_WGMMA_RIGHT 1u
 #define RFK_WGMMA_WRONG 2u
 
-struct rfk_wgmma_stage {
-    int4 w[RFK_WGMMA_ROWS][8], x[RFK_WGMMA_COLS][8]; /* rfk_swizzled; the columns of a second consumer follow */
-};
-struct rfk_wgmma_out { /* a consumer's sums, in place of the stages */
+template <uint32_t COLS> struct rfk_wgmma_stage { int4 w[RFK_WGMMA_ROWS][8], x[COLS][8]; /* rfk_swizzled */ };
+struct rfk_wgmma_out { /* the consumer's sums, in place of the stages */
     float at[RFK_WGMMA_COLS][RFK_WGMMA_ROWS + 4]; /* padding: columns of a wave's lanes lie in different banks */
 };
-/* Dynamic shared memory of a launch: 1024 bytes more, for the swizzle is by address bits. A multiprocessor holds two
- * blocks of one consumer with 3 stages each, or one of two with 4: its decoded weights serve 256 columns. */
-#define RFK_WGMMA_STAGE_WORDS(groups) ((RFK_WGMMA_ROWS + (groups) * RFK_WGMMA_COLS) * 8)
-#define RFK_WGMMA_BYTES(groups) \
-    (((groups) + 2) * RFK_WGMMA_STAGE_WORDS(groups) * (uint32_t)sizeof(int4) + 1024)
-#define RFK_WGMMA_CHECK_BYTES ((uint32_t)sizeof(rfk_wgmma_stage) + 1024)
+struct rfk_wgmma_shared {
+    union {
+        rfk_wgmma_stage<RFK_WGMMA_COLS> stage[RFK_WGMMA_STAGES];
+        rfk_wgmma_out out;
+    };
+};
+struct rfk_wide_shared {
+    rfk_wgmma_stage<RFK_WIDE_COLS> stage[RFK_WIDE_STAGES];
+    float out[2][RFK_WIDE_PUT][64]; /* a consumer's sums, rows as rfk_wide_row */
+};
+/* Dynamic shared memory of a launch: 1024 bytes more, for the swizzle is by address bits. */
+#define RFK_WGMMA_BYTES ((uint32_t)sizeof(rfk_wgmma_shared) + 1024)
+#define RFK_WIDE_BYTES ((uint32_t)sizeof(rfk_wide_shared) + 1024)
+#define RFK_WGMMA_CHECK_BYTES ((uint32_t)sizeof(rfk_wgmma_stage<RFK_WIDE_COLS>) + 1024)
 
 #if defined(ROCMFORGE_HIP_EMU)
 #define RFK_MAY_WGMMA(index, arch) hip_emu_has_wgmma(index)
@@ -6958,27 +6972,15 @@ typedef uint64_t rfk_mbarrier;
 struct rfk_wgmma_columns {
     uint32_t x[RFK_WGMMA_COLS]; /* rfk_wgmma_tile.x_row */
 };
-struct rfk_mbarriers {
-    rfk_mbarrier full[RFK_WGMMA_STAGES];  /* W and x of a stage are there: a producer's waves and a bulk copy arrive */
-    rfk_mbarrier empty[RFK_WGMMA_STAGES]; /* the consumer waves are done with it */
+/* full: W and x of a stage are there: a producer's waves and a bulk copy arrive. empty: the consumers' waves are done
+ * with it. */
+template <uint32_t STAGES> struct rfk_mbarriers { rfk_mbarrier full[STAGES], empty[STAGES]; };
+/* The stage of the next step, and for the how-maniest time that one, odd or even. */
+template <uint32_t STAGES> struct rfk_wgmma_turn {
+    uint32_t stage, round;
 };
-/* The stages of a block. Step i of the block's depth steps is in stage i % n_stages, for the (i / n_stages)-th time. */
-struct rfk_wgmma_ring {
-    int4 *memory;
-    rfk_mbarriers *barriers;
-    uint32_t groups; /* consumers, and producers: they fill stages in turn */
-};
-struct rfk_wgmma_slot {
-    rfk_wgmma_stage *stage;
-    rfk_mbarrier *full, *empty;
-    uint32_t round;
-};
-RFK_DEVICE rfk_wgmma_slot rfk_wgmma_find(const rfk_wgmma_ring &ring, uint32_t i) {
-    const uint32_t round = ring.groups == 1 ? i / 3 : i / 4, number = i - round * (ring.groups + 2);
-    const rfk_wgmma_slot slot = {
-        reinterpret_cast<rfk_wgmma_stage *>(ring.memory + number * RFK_WGMMA_STAGE_WORDS(ring.groups)),
-        &ring.barriers->full[number], &ring.barriers->empty[number], round};
-    return slot;
+template <uint32_t STAGES> RFK_DEVICE void rfk_wgmma_next(rfk_wgmma_turn<STAGES> &t) {
+    if (++t.stage == STAGES) t.stage = 0, t.round ^= 1;
 }
 
 #if defined(ROCMFORGE_HIP_EMU)
@@ -6998,9 +7000,12 @@ template <int N> RFK_DEVICE void rfk_shrink_registers() {}
 RFK_DEVICE void rfk_wgmma_fence() {}
 RFK_DEVICE void rfk_wgmma_commit() {}
 template <int LEFT> RFK_DEVICE void rfk_wgmma_wait() {}
-template <int COLS, bool F16> RFK_DEVICE void rfk_wgmma(float *sum, const int4 *w, const int4 *x, int add) {
+typedef const int4 *rfk_wgmma_operand;
+RFK_DEVICE rfk_wgmma_operand rfk_wgmma_at(const int4 *rows) { return rows; }
+template <int COLS, bool F16> RFK_DEVICE void rfk_wgmma(float *sum, rfk_wgmma_operand w, rfk_wgmma_operand x, int add) {
     hip_emu_wgmma_m64k16<COLS, F16>(sum, w, x, add);
 }
+RFK_DEVICE uint32_t rfk_same_in_wave(uint32_t v) { return v; }
 #else
 RFK_DEVICE uint32_t rfk_shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
 /* Pointers out of tables: loads that may be of shared memory are slower. */
@@ -7039,35 +7044,69 @@ template <int LEFT> RFK_DEVICE void rfk_wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 /* Matrix descriptor: address / 16, 1024 bytes from 8 rows to the next, 128-byte swizzle. */
-RFK_DEVICE uint64_t rfk_wgmma_operand(const int4 *rows) {
+RFK_DEVICE uint64_t rfk_wgmma_matrix(const int4 *rows) {
     return (uint64_t)1 << 62 | (uint64_t)(1024 >> 4) << 32 | 1u << 16 | (rfk_shared_address(rows) & 0x3ffff) >> 4;
+}
+/* For the compiler: the value is the same in all lanes. */
+RFK_DEVICE uint32_t rfk_same_in_wave(uint32_t v) { return __shfl_sync(~0u, v, 0); }
+/* The low word of a matrix descriptor: adding to it moves the operand by int4. Opaque: the compiler would compute the
+ * address again for each product. */
+typedef uint32_t rfk_wgmma_operand;
+RFK_DEVICE rfk_wgmma_operand rfk_wgmma_at(const int4 *rows) {
+    uint32_t low = (uint32_t)rfk_wgmma_matrix(rows);
+    asm volatile("" : "+r"(low));
+    return rfk_same_in_wave(low);
+}
+RFK_DEVICE uint64_t rfk_wgmma_descriptor(rfk_wgmma_operand at) {
+    uint64_t both;
+    asm("mov.b64 %0, {%1, %2};" : "=l"(both) : "r"(at), "r"(1u << 30 | 1024 >> 4));
+    return both;
 }
 #define RFK_WGMMA_8(s) "+f"((s)[0]), "+f"((s)[1]), "+f"((s)[2]), "+f"((s)[3]), "+f"((s)[4]), "+f"((s)[5]), \
     "+f"((s)[6]), "+f"((s)[7])
 #define RFK_WGMMA_32(s) RFK_WGMMA_8(s), RFK_WGMMA_8(s + 8), RFK_WGMMA_8(s + 16), RFK_WGMMA_8(s + 24)
 #define RFK_WGMMA_64(s) RFK_WGMMA_32(s), RFK_WGMMA_32(s + 32)
+#define RFK_WGMMA_OF_64(type) \
+    asm volatile("{.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n" \
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " " \
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, " \
+                 "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, " \
+                 "%32, %33, p, 1, 1, 0, 0;\n}" \
+                 : RFK_WGMMA_32(sum) \
+                 : "l"(rfk_wgmma_descriptor(w)), "l"(rfk_wgmma_descriptor(x)), "r"(add))
 #define RFK_WGMMA_OF_128(type) \
     asm volatile("{.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n" \
                  "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " " \
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
-                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, " \
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, " \
+                 "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, " \
+                 "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
+                 "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, " \
                  "%64, %65, p, 1, 1, 0, 0;\n}" \
                  : RFK_WGMMA_64(sum) \
-                 : "l"(rfk_wgmma_operand(w)), "l"(rfk_wgmma_operand(x)), "r"(add))
+                 : "l"(rfk_wgmma_descriptor(w)), "l"(rfk_wgmma_descriptor(x)), "r"(add))
+#define RFK_WGMMA_OF_256(type) \
+    asm volatile("{.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n" \
+                 "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " " \
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, " \
+                 "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, " \
+                 "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
+                 "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, " \
+                 "%66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, " \
+                 "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, " \
+                 "%98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+                 "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, " \
+                 "%126, %127}, " \
+                 "%128, %129, p, 1, 1, 0, 0;\n}" \
+                 : RFK_WGMMA_64(sum), RFK_WGMMA_64((sum + 64)) \
+                 : "l"(rfk_wgmma_descriptor(w)), "l"(rfk_wgmma_descriptor(x)), "r"(add))
 /* sum = (add ? sum : 0) + 64 rows of w times COLS columns of x over 16 values, asynchronously. A whole warpgroup. */
-template <int COLS, bool F16> RFK_DEVICE void rfk_wgmma(float *sum, const int4 *w, const int4 *x, int add) {
-    if (COLS == 128 && F16) RFK_WGMMA_OF_128("f16");
+template <int COLS, bool F16>
+RFK_DEVICE void rfk_wgmma(float *sum, rfk_wgmma_operand w, rfk_wgmma_operand x, int add) {
+    if (COLS == 256 && F16) RFK_WGMMA_OF_256("f16");
+    else if (COLS == 256) RFK_WGMMA_OF_256("bf16");
+    else if (COLS == 128 && F16) RFK_WGMMA_OF_128("f16");
     else if (COLS == 128) RFK_WGMMA_OF_128("bf16");
-    else
-        asm volatile("{.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-                     "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-                     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-                     "%32, %33, p, 1, 1, 0, 0;\n}"
-                     : RFK_WGMMA_32(sum)
-                     : "l"(rfk_wgmma_operand(w)), "l"(rfk_wgmma_operand(x)), "r"(add));
+    else RFK_WGMMA_OF_64("bf16");
 }
 #endif
 
@@ -7078,26 +7117,46 @@ RFK_DEVICE uint32_t rfk_wgmma_row(uint32_t i) {
 RFK_DEVICE uint32_t rfk_wgmma_col(uint32_t i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
 /* The products of a stage with COLS columns, asynchronously: sum[n] has rows 64 n to 64 n + 63. */
-template <int COLS, bool F16>
-RFK_DEVICE void rfk_wgmma_step(float (&sum)[2][COLS / 2], const int4 *w, const int4 *x, bool add) {
+template <int COLS, bool F16, int N>
+RFK_DEVICE void rfk_wgmma_step(float (&sum)[N][COLS / 2], rfk_wgmma_operand w, rfk_wgmma_operand x, bool add) {
     rfk_wgmma_fence();
     RFK_UNROLL(4)
     for (uint32_t k = 0; k < RFK_WGMMA_DEPTH / 16; k++)
         RFK_UNROLL(2)
-        for (uint32_t n = 0; n < 2; n++)
+        for (uint32_t n = 0; n < N; n++)
             rfk_wgmma<COLS, F16>(sum[n], w + 64 * 8 * n + 2 * k, x + 2 * k, k > 0 || add);
     rfk_wgmma_commit();
 }
 
 /* Wait for all products; the sums may be read afterwards. */
-template <int COLS> RFK_DEVICE void rfk_wgmma_drain(float (&sum)[2][COLS / 2]) {
+template <int COLS, int N> RFK_DEVICE void rfk_wgmma_drain(float (&sum)[N][COLS / 2]) {
     rfk_wgmma_wait<0>();
 #if !defined(ROCMFORGE_HIP_EMU)
     RFK_UNROLL(4)
-    for (int n = 0; n < COLS / 32; n++) asm volatile("" : RFK_WGMMA_32((&sum[0][0] + 32 * n))::"memory");
+    for (int n = 0; n < N * COLS / 64; n++) asm volatile("" : RFK_WGMMA_32((&sum[0][0] + 32 * n))::"memory");
 #else
     (void)sum;
 #endif
+}
+
+/* A consumer's products of steps [first, end): it leaves a stage when the products of the next one have begun. */
+template <int COLS, bool F16, int N, uint32_t STAGES>
+RFK_DEVICE void rfk_wgmma_multiply(float (&sum)[N][COLS / 2], rfk_wgmma_operand w, rfk_wgmma_operand x,
+                                   uint32_t stage_words, uint32_t n_steps, rfk_mbarriers<STAGES> &barriers,
+                                   rfk_wgmma_turn<STAGES> &now) {
+    const bool arrives = threadIdx.x % 32 == 0;
+    uint32_t before = 0;
+    RFK_UNROLL(1)
+    for (uint32_t i = 0; i < n_steps; i++) {
+        rfk_mbarrier_wait(&barriers.full[now.stage], now.round);
+        rfk_wgmma_step<COLS, F16>(sum, w + now.stage * stage_words, x + now.stage * stage_words, i > 0);
+        rfk_wgmma_wait<1>(); /* the previous step is done */
+        if (i > 0 && arrives) rfk_mbarrier_arrive(&barriers.empty[before]);
+        before = now.stage;
+        rfk_wgmma_next(now);
+    }
+    rfk_wgmma_drain<COLS>(sum);
+    if (n_steps && arrives) rfk_mbarrier_arrive(&barriers.empty[before]);
 }
 
 /* Dynamic shared memory, aligned to 1024 bytes by an index: the compiler must see that it is shared memory. */
@@ -7143,22 +7202,22 @@ struct rfk_wgmma_tile {
     const uint32_t *x_row; /* in shared memory */
 };
 
-/* A producer warpgroup starts to fill x of a step's stage: one bulk copy, or a copy for each word of the pairs. */
-RFK_DEVICE void rfk_wgmma_copy_x(const rfk_matmul_args &a, const rfk_wgmma_tile &tile, uint32_t step,
-                                 const rfk_wgmma_slot &to) {
+/* Start to fill x of a stage: one bulk copy, by one thread. */
+template <uint32_t COLS>
+RFK_DEVICE void rfk_wgmma_copy_x(const rfk_int8_rows &x, uint32_t col0, uint32_t n, uint32_t step,
+                                 rfk_wgmma_stage<COLS> &to, rfk_mbarrier *full) {
+    const int4 *from = reinterpret_cast<const int4 *>(x.q) + ((size_t)step * x.bf16 + col0) * 8;
+    rfk_mbarrier_copy(full, to.x, from, (n + RFK_PAIR_TILE - 1) / RFK_PAIR_TILE * RFK_PAIR_TILE * sizeof to.x[0]);
+}
+/* The same for columns of pairs: a copy for each word, by the producer warpgroup. */
+RFK_DEVICE void rfk_wgmma_copy_pairs(const rfk_int8_rows &rows, const rfk_wgmma_tile &tile, uint32_t step,
+                                     rfk_wgmma_stage<RFK_WGMMA_COLS> &to) {
     const uint32_t thread = threadIdx.x % RFK_WARPGROUP, word = thread % 8;
-    if (!tile.x_row) {
-        const int4 *from = reinterpret_cast<const int4 *>(a.x8.q) + ((size_t)step * a.x8.bf16 + tile.col0) * 8;
-        if (thread == 0)
-            rfk_mbarrier_copy(to.full, to.stage->x, from,
-                              (tile.n + RFK_PAIR_TILE - 1) / RFK_PAIR_TILE * RFK_PAIR_TILE * sizeof to.stage->x[0]);
-        return;
-    }
-    const int4 *from = reinterpret_cast<const int4 *>(a.x8.q) + (size_t)step * a.x8.bf16 * 8;
+    const int4 *from = reinterpret_cast<const int4 *>(rows.q) + (size_t)step * rows.bf16 * 8;
     RFK_UNROLL(4)
     for (uint32_t i = thread / 8; i < (tile.n <= RFK_PAIR_TILE ? RFK_PAIR_TILE : RFK_WGMMA_COLS); i += 16) {
         const uint32_t x = tile.x_row[i];
-        rfk_copy16(&to.stage->x[i][rfk_swizzled(i, word)], from + (x - x % 8) + rfk_swizzled(x, word));
+        rfk_copy16(&to.x[i][rfk_swizzled(i, word)], from + (x - x % 8) + rfk_swizzled(x, word));
     }
 }
 
@@ -7169,116 +7228,133 @@ RFK_DEVICE void rfk_wgmma_filled(rfk_mbarrier *full) {
     if (threadIdx.x % 32 == 0) rfk_mbarrier_arrive(full);
 }
 
-/* A producer warpgroup copies weights of 16-bit floats to the stages of its steps: one is being filled while the one
- * before it arrives. Rows beyond the last repeat it. */
+/* A producer warpgroup starts to copy a step's weights of 16-bit floats. Rows beyond the last repeat it. */
+RFK_DEVICE void rfk_wgmma_copy_w(const rfk_product &p, uint32_t n_in, uint32_t row0, uint32_t step, int4 (*to)[8]) {
+    const uint32_t thread = threadIdx.x % RFK_WARPGROUP, word = thread % 8;
+    RFK_UNROLL(8)
+    for (uint32_t j = thread / 8; j < RFK_WGMMA_ROWS; j += 16) {
+        const uint32_t row = row0 + j < p.n_out ? row0 + j : p.n_out - 1;
+        const uint8_t *from = p.w.plane[0] + 2 * ((size_t)(p.row0 + row) * n_in + step * RFK_WGMMA_DEPTH);
+        rfk_copy16(&to[j][rfk_swizzled(j, word)], reinterpret_cast<const int4 *>(from) + word);
+    }
+}
+
+/* One stage is being filled while the one before it arrives. */
 RFK_DEVICE void rfk_wgmma_copy(const rfk_matmul_args &a, const rfk_product &p, const rfk_wgmma_tile &tile,
-                               const rfk_wgmma_ring &ring) {
-    const uint32_t thread = threadIdx.x % RFK_WARPGROUP, word = thread % 8, n_steps = tile.end - tile.first,
-                   producer = threadIdx.x / RFK_WARPGROUP - ring.groups;
+                               rfk_wgmma_shared &s, rfk_mbarriers<RFK_WGMMA_STAGES> &barriers) {
+    rfk_wgmma_turn<RFK_WGMMA_STAGES> now = {0, 0}, behind = {0, 0};
     RFK_UNROLL(1)
-    for (uint32_t i = producer; i < n_steps + ring.groups; i += ring.groups) {
-        if (i < n_steps) {
-            const rfk_wgmma_slot to = rfk_wgmma_find(ring, i);
-            if (to.round > 0) rfk_mbarrier_wait(to.empty, to.round - 1);
-            rfk_wgmma_copy_x(a, tile, tile.first + i, to);
-            RFK_UNROLL(8)
-            for (uint32_t j = thread / 8; j < RFK_WGMMA_ROWS; j += 16) {
-                const uint32_t row = tile.row0 + j < p.n_out ? tile.row0 + j : p.n_out - 1;
-                const uint8_t *from = p.w.plane[0] + 2 * ((size_t)(p.row0 + row) * a.n_in +
-                                                          (tile.first + i) * RFK_WGMMA_DEPTH);
-                rfk_copy16(&to.stage->w[j][rfk_swizzled(j, word)], reinterpret_cast<const int4 *>(from) + word);
-            }
+    for (uint32_t step = tile.first; step < tile.end + 1; step++) {
+        if (step < tile.end) {
+            rfk_mbarrier_wait(&barriers.empty[now.stage], now.round ^ 1);
+            if (threadIdx.x % RFK_WARPGROUP == 0)
+                rfk_wgmma_copy_x(a.x8, tile.col0, tile.n, step, s.stage[now.stage], &barriers.full[now.stage]);
+            rfk_wgmma_copy_w(p, a.n_in, tile.row0, step, s.stage[now.stage].w);
+            rfk_wgmma_next(now);
         }
         rfk_commit_copies();
         rfk_wait_copies_but_one();
-        if (i >= producer + ring.groups) rfk_wgmma_filled(rfk_wgmma_find(ring, i - ring.groups).full);
+        if (step == tile.first) continue;
+        rfk_wgmma_filled(&barriers.full[behind.stage]);
+        rfk_wgmma_next(behind);
     }
 }
 
-/* A producer warpgroup fills the stages of its steps, two lanes a row. Where a unit's halves are 64 values apart, two
- * steps share twice as many units and take a half each. Rows beyond the last repeat it. */
-template <int TYPE>
-RFK_DEVICE void rfk_wgmma_fill(const rfk_matmul_args &a, const rfk_product &p, const rfk_wgmma_tile &tile,
-                               const rfk_wgmma_ring &ring) {
+/* How producers decode a type: TEAM waves fill a stage, so that 4 / TEAM stages are filled at once; two lanes a row.
+ * Where a unit's halves are 64 values apart, two steps share twice as many UNITS and take a half each. */
+template <int TYPE, uint32_t TEAM> struct rfk_wgmma_decoder {
     typedef rfk_format<TYPE> F;
-    const uint32_t UNITS = F::STRIDE == 64 ? 2 : 1, N = RFK_WGMMA_ROWS / 64 * UNITS,
-                   thread = threadIdx.x % RFK_WARPGROUP, odd = thread % 2, pair = thread / 2, end = tile.end,
-                   first = tile.first + UNITS * (threadIdx.x / RFK_WARPGROUP - ring.groups),
-                   stride = UNITS * ring.groups;
-    /* stores of 8 lanes must hit all banks: rows 0-3, or 0, 1, 4 and 5 if they are 2 words apart */
-    const uint32_t i = F::STRIDE == 16 ? pair : (pair & ~6u) | (pair & 2) << 1 | (pair & 4) >> 1;
-    rfk_raw raw[N];
-    size_t block[N / UNITS];
-    if (first >= end) return;
-    if (tile.x_row) {
-        rfk_wgmma_copy_x(a, tile, first, rfk_wgmma_find(ring, 0));
-        rfk_commit_copies();
+    static const uint32_t UNITS = F::STRIDE == 64 ? 2 : 1, ROWS = RFK_WGMMA_ROWS / (16 * TEAM), N = ROWS * UNITS;
+};
+/* The first of a lane's rows: stores of 8 lanes must hit all banks: rows 0-3, or 0, 1, 4 and 5 if they are 2 words
+ * apart. */
+template <int TYPE, uint32_t TEAM> RFK_DEVICE uint32_t rfk_wgmma_first_row() {
+    const uint32_t pair = threadIdx.x % (32 * TEAM) / 2;
+    return rfk_format<TYPE>::STRIDE == 16 ? pair : (pair & ~6u) | (pair & 2) << 1 | (pair & 4) >> 1;
+}
+/* Where a lane's rows begin. Rows beyond the last repeat it. */
+template <int TYPE, uint32_t TEAM>
+RFK_DEVICE void rfk_wgmma_blocks(const rfk_product &p, uint32_t n_in, uint32_t row0, size_t *block) {
+    RFK_UNROLL(8)
+    for (uint32_t j = 0; j < rfk_wgmma_decoder<TYPE, TEAM>::ROWS; j++) {
+        const uint32_t row = row0 + rfk_wgmma_first_row<TYPE, TEAM>() + 16 * TEAM * j;
+        block[j] = (size_t)(p.row0 + (row < p.n_out ? row : p.n_out - 1)) * (n_in / rfk_format<TYPE>::BLOCK);
     }
-    RFK_UNROLL(4)
-    for (uint32_t j = 0; j < N / UNITS; j++) {
-        const uint32_t row = tile.row0 + i + 64 * j;
-        block[j] = (size_t)(p.row0 + (row < p.n_out ? row : p.n_out - 1)) * (a.n_in / F::BLOCK);
-    }
-    RFK_UNROLL(4)
-    for (uint32_t n = 0; n < N; n++) F::fetch(p.w, block[n / UNITS], 2 * first + odd + n % UNITS * 2, raw[n]);
-    RFK_UNROLL(1)
-    for (uint32_t some = first; some < end; some += stride) {
+}
+template <int TYPE, uint32_t TEAM>
+RFK_DEVICE void rfk_wgmma_fetch(const rfk_weight &w, const size_t *block, uint32_t step, rfk_raw *raw) {
+    const uint32_t UNITS = rfk_wgmma_decoder<TYPE, TEAM>::UNITS;
+    for (int i = 0; i < 4; i++) rfk_assume_global(w.plane[i]);
+    RFK_UNROLL(8)
+    for (uint32_t n = 0; n < rfk_wgmma_decoder<TYPE, TEAM>::N; n++)
+        rfk_format<TYPE>::fetch(w, block[n / UNITS], 2 * step + threadIdx.x % 2 + n % UNITS * 2, raw[n]);
+}
+template <int TYPE, uint32_t TEAM>
+RFK_DEVICE void rfk_wgmma_unpack(const rfk_raw *raw, uint32_t step, rfk_unit *unpacked) {
+    const uint32_t UNITS = rfk_wgmma_decoder<TYPE, TEAM>::UNITS;
+    RFK_UNROLL(8)
+    for (uint32_t n = 0; n < rfk_wgmma_decoder<TYPE, TEAM>::N; n++)
+        rfk_format<TYPE>::unpack(raw[n], 2 * step + threadIdx.x % 2 + n % UNITS * 2, unpacked[n]);
+}
+/* part: of the steps that share the units. */
+template <int TYPE, uint32_t TEAM>
+RFK_DEVICE void rfk_wgmma_store_units(const rfk_unit *unpacked, uint32_t step, uint32_t part, int4 (*to)[8]) {
+    typedef rfk_format<TYPE> F;
+    const uint32_t UNITS = rfk_wgmma_decoder<TYPE, TEAM>::UNITS;
+    RFK_UNROLL(8)
+    for (uint32_t n = 0; n < rfk_wgmma_decoder<TYPE, TEAM>::N; n++) {
+        const uint32_t row = rfk_wgmma_first_row<TYPE, TEAM>() + n / UNITS * 16 * TEAM,
+                       unit = 2 * step + threadIdx.x % 2 + n % UNITS * 2;
+        const rfk_unit &v = unpacked[n];
         RFK_UNROLL(2)
-        for (uint32_t part = 0; part < UNITS; part++) {
-            const rfk_wgmma_slot to = rfk_wgmma_find(ring, some + part - tile.first);
-            /* columns of pairs are on their way while the step before is unpacked; their blocks have one producer */
-            const uint32_t copied = some + part + (tile.x_row ? 1 : 0);
-            if (copied < end) {
-                const rfk_wgmma_slot next = rfk_wgmma_find(ring, copied - tile.first);
-                if (next.round > 0) rfk_mbarrier_wait(next.empty, next.round - 1);
-                rfk_wgmma_copy_x(a, tile, copied, next);
-            }
-            if (tile.x_row) rfk_commit_copies();
-            rfk_unit unpacked[N];
-            RFK_UNROLL(4)
-            for (uint32_t n = 0; n < N; n++) F::unpack(raw[n], 2 * some + odd + n % UNITS * 2, unpacked[n]);
-            const uint32_t next = some + stride < end ? some + stride : some;
-            RFK_UNROLL(4)
-            for (uint32_t n = 0; n < N && part + 1 == UNITS; n++) /* they arrive while the step's are stored */
-                F::fetch(p.w, block[n / UNITS], 2 * next + odd + n % UNITS * 2, raw[n]);
-            RFK_UNROLL(4)
-            for (uint32_t n = 0; n < N; n++) {
-                const uint32_t row = i + n / UNITS * 64, unit = 2 * some + odd + n % UNITS * 2;
-                const rfk_unit &v = unpacked[n];
-                RFK_UNROLL(2)
-                for (uint32_t h = 0; h < 2; h++) {
-                    if (UNITS == 2 && h != part) continue;
-                    rfk_wgmma_store<F::OFFSET>(to.stage->w[row], row,
-                                               rfk_unit_at<TYPE>(unit) % 64 / 8 + h * (F::STRIDE % 64 / 8),
-                                               v.q + 4 * h, v.d[h], F::HAS_MIN ? v.m[h] : 0.0f);
-                }
-            }
-            if (tile.x_row) rfk_wait_copies_but_one(); /* not for a bulk copy: it would wait for what is fetched, too */
-            rfk_wgmma_filled(to.full);
+        for (uint32_t h = 0; h < 2; h++) {
+            if (UNITS == 2 && h != part) continue;
+            rfk_wgmma_store<F::OFFSET>(to[row], row, rfk_unit_at<TYPE>(unit) % 64 / 8 + h * (F::STRIDE % 64 / 8),
+                                       v.q + 4 * h, v.d[h], F::HAS_MIN ? v.m[h] : 0.0f);
         }
     }
 }
 
-/* A consumer warpgroup multiplies its columns; at the end the sums replace the stages. */
-template <int COLS, bool F16>
-RFK_DEVICE void rfk_wgmma_multiply(uint32_t n_steps, const rfk_wgmma_ring &ring, rfk_wgmma_out &out) {
-    float sum[2][COLS / 2];
-    const uint32_t words = threadIdx.x / RFK_WARPGROUP * RFK_WGMMA_COLS * 8;
-    RFK_UNROLL(1)
-    for (uint32_t i = 0; i < n_steps; i++) {
-        const rfk_wgmma_slot now = rfk_wgmma_find(ring, i);
-        rfk_mbarrier_wait(now.full, now.round);
-        rfk_wgmma_step<COLS, F16>(sum, now.stage->w[0], now.stage->x[0] + words, i > 0);
-        rfk_wgmma_wait<1>(); /* the previous step is done */
-        if (i > 0 && threadIdx.x % 32 == 0) rfk_mbarrier_arrive(rfk_wgmma_find(ring, i - 1).empty);
+/* A producer warpgroup fills the stages of its steps. */
+template <int TYPE>
+RFK_DEVICE void rfk_wgmma_fill(const rfk_matmul_args &a, const rfk_product &p, const rfk_wgmma_tile &tile,
+                               rfk_wgmma_shared &s, rfk_mbarriers<RFK_WGMMA_STAGES> &barriers) {
+    typedef rfk_wgmma_decoder<TYPE, 4> D;
+    rfk_wgmma_turn<RFK_WGMMA_STAGES> now = {0, 0}, copied = {0, 0};
+    rfk_raw raw[D::N];
+    size_t block[D::ROWS];
+    if (tile.first >= tile.end) return;
+    if (tile.x_row) {
+        rfk_wgmma_copy_pairs(a.x8, tile, tile.first, s.stage[0]);
+        rfk_commit_copies();
+        rfk_wgmma_next(copied);
     }
-    rfk_wgmma_drain<COLS>(sum);
-    __syncthreads();
-    RFK_UNROLL(2)
-    for (uint32_t n = 0; n < 2; n++)
-        RFK_UNROLL(64)
-        for (uint32_t i = 0; i < COLS / 2; i++) out.at[rfk_wgmma_col(i)][64 * n + rfk_wgmma_row(i)] = sum[n][i];
-    __syncthreads();
+    rfk_wgmma_blocks<TYPE, 4>(p, a.n_in, tile.row0, block);
+    rfk_wgmma_fetch<TYPE, 4>(p.w, block, tile.first, raw);
+    RFK_UNROLL(1)
+    for (uint32_t step = tile.first; step < tile.end; step += D::UNITS) {
+        RFK_UNROLL(2)
+        for (uint32_t part = 0; part < D::UNITS; part++) {
+            /* columns of pairs are on their way while the step before is unpacked */
+            const uint32_t next = step + part + (tile.x_row ? 1 : 0);
+            if (next < tile.end) {
+                rfk_mbarrier_wait(&barriers.empty[copied.stage], copied.round ^ 1);
+                if (tile.x_row) rfk_wgmma_copy_pairs(a.x8, tile, next, s.stage[copied.stage]);
+                else if (threadIdx.x % RFK_WARPGROUP == 0)
+                    rfk_wgmma_copy_x(a.x8, tile.col0, tile.n, next, s.stage[now.stage], &barriers.full[now.stage]);
+                rfk_wgmma_next(copied);
+            }
+            if (tile.x_row) rfk_commit_copies();
+            rfk_unit unpacked[D::N];
+            rfk_wgmma_unpack<TYPE, 4>(raw, step, unpacked);
+            if (part + 1 == D::UNITS && step + D::UNITS < tile.end) /* they arrive while the step's are stored */
+                rfk_wgmma_fetch<TYPE, 4>(p.w, block, step + D::UNITS, raw);
+            rfk_wgmma_store_units<TYPE, 4>(unpacked, step, part, s.stage[now.stage].w);
+            if (tile.x_row) rfk_wait_copies_but_one(); /* not for a bulk copy: it would wait for what is fetched, too */
+            rfk_wgmma_filled(&barriers.full[now.stage]);
+            rfk_wgmma_next(now);
+        }
+    }
 }
 #endif
 
@@ -7329,19 +7405,16 @@ RFK_DEVICE bool rfk_wgmma_find_pairs(const rfk_wgmma_args &a, rfk_product *p, rf
     return p->w.plane[0] != NULL;
 }
 
-/* Store the sums that this consumer warpgroup left: four rows of a column a thread. */
+/* Store the sums that the consumer left: four rows of a column a thread. */
 RFK_DEVICE void rfk_wgmma_put(const rfk_wgmma_args &a, const rfk_product &p, const rfk_wgmma_tile &work,
                               const rfk_wgmma_out &sums) {
     const rfk_tiles_args &t = a.t;
     const uint32_t fours = RFK_WGMMA_ROWS / 4, row = 4 * (threadIdx.x % fours), i = (work.row0 + row) / 4,
-                   first = threadIdx.x / RFK_WARPGROUP * RFK_WGMMA_COLS,
-                   n = work.n - first < RFK_WGMMA_COLS ? work.n - first : RFK_WGMMA_COLS,
-                   col_tiles = (t.m.n_cols + RFK_WGMMA_COLS - 1) / RFK_WGMMA_COLS,
-                   tile = (blockIdx.y * col_tiles + (work.col0 + first) / RFK_WGMMA_COLS) * t.n_splits + blockIdx.z;
+                   tile = blockIdx.y * t.n_splits + blockIdx.z; /* if there are splits, of a single column of tiles */
     if (work.row0 + row >= p.n_out && !t.part) return;
     RFK_UNROLL(1)
-    for (uint32_t at = threadIdx.x % RFK_WARPGROUP / fours; at < n; at += RFK_WARPGROUP / fours) {
-        const uint32_t col = work.col0 + first + at;
+    for (uint32_t at = threadIdx.x / fours; at < work.n; at += RFK_WARPGROUP / fours) {
+        const uint32_t col = work.col0 + at;
         float4 v = *reinterpret_cast<const float4 *>(&sums.at[at][row]);
         const float unit = a.unit ? a.unit[col] : 1.0f;
         v.x *= unit, v.y *= unit, v.z *= unit, v.w *= unit;
@@ -7352,22 +7425,35 @@ RFK_DEVICE void rfk_wgmma_put(const rfk_wgmma_args &a, const rfk_product &p, con
         else rfk_put_pair4(a.e, a.lists.sorted[col], a.lists.tile[blockIdx.x].expert, i, out);
     }
 }
+/* The consumer's part; at the end the sums replace the stages. */
+template <int COLS, bool F16>
+RFK_DEVICE void rfk_wgmma_consume(uint32_t n_steps, rfk_wgmma_shared &s, rfk_mbarriers<RFK_WGMMA_STAGES> &barriers) {
+    float sum[2][COLS / 2];
+    rfk_wgmma_turn<RFK_WGMMA_STAGES> now = {0, 0};
+    rfk_wgmma_multiply<COLS, F16>(sum, rfk_wgmma_at(s.stage[0].w[0]), rfk_wgmma_at(s.stage[0].x[0]),
+                                  sizeof s.stage[0] / sizeof(int4), n_steps, barriers, now);
+    __syncthreads();
+    RFK_UNROLL(2)
+    for (uint32_t n = 0; n < 2; n++)
+        RFK_UNROLL(64)
+        for (uint32_t i = 0; i < COLS / 2; i++) s.out.at[rfk_wgmma_col(i)][64 * n + rfk_wgmma_row(i)] = sum[n][i];
+    __syncthreads();
+}
 #endif
 
-/* grid [ceil(cols / 128 / groups) or tiles of pairs, row tiles of all products, splits]   block 256 groups
- * LDS 98 KiB, or 194 for 2 groups   n_in % 64 == 0   reads W once per 128 groups columns and x once per 128 rows
+/* grid [1 or tiles of pairs, row tiles of all products, splits]   block 256   LDS 97 KiB   n_in % 64 == 0
+ *   reads W once and x once per 128 rows
  * ONLY: the one type of a class that comes here; its producers do not branch on the type. */
 template <int TYPE, uint32_t ONLY = RF_TYPE_COUNT>
-static __global__ void RFK_THREADS(RFK_WGMMA_GROUPS *RFK_WGMMA_BLOCK) rfk_matmul_wgmma(rfk_wgmma_args a) {
+static __global__ void RFK_RESIDENT(RFK_WGMMA_BLOCK, 2) rfk_matmul_wgmma(rfk_wgmma_args a) {
 #if defined(RFK_HAS_WGMMA)
     const bool HALVES = TYPE == RF_TYPE_F16, COPIED = HALVES || TYPE == RF_TYPE_BF16;
-    RFK_SHARED(rfk_mbarriers, barriers);
+    RFK_SHARED(rfk_mbarriers<RFK_WGMMA_STAGES>, barriers);
     RFK_SHARED(rfk_wgmma_columns, columns);
     RFK_DYNAMIC(int4, memory);
-    const rfk_wgmma_ring ring = {&rfk_wgmma_memory<int4>(memory), &barriers, blockDim.x / RFK_WGMMA_BLOCK};
+    rfk_wgmma_shared &s = rfk_wgmma_memory<rfk_wgmma_shared>(memory);
     const rfk_tiles_args &t = a.t;
-    const uint32_t steps = t.m.n_in / RFK_WGMMA_DEPTH, last = t.split_units / 2 * (blockIdx.z + 1),
-                   max_cols = ring.groups * RFK_WGMMA_COLS, warpgroup = threadIdx.x / RFK_WARPGROUP;
+    const uint32_t steps = t.m.n_in / RFK_WGMMA_DEPTH, last = t.split_units / 2 * (blockIdx.z + 1);
     rfk_product p;
     rfk_wgmma_tile work;
     work.first = t.split_units / 2 * blockIdx.z, work.end = last < steps ? last : steps;
@@ -7376,33 +7462,250 @@ static __global__ void RFK_THREADS(RFK_WGMMA_GROUPS *RFK_WGMMA_BLOCK) rfk_matmul
     } else {
         uint32_t number = blockIdx.y;
         p = rfk_pick(t.m, &number);
-        work.row0 = number * RFK_WGMMA_ROWS, work.col0 = blockIdx.x * max_cols, work.x_row = NULL;
-        work.n = t.m.n_cols - work.col0 < max_cols ? t.m.n_cols - work.col0 : max_cols;
+        work.row0 = number * RFK_WGMMA_ROWS, work.col0 = 0, work.n = t.m.n_cols, work.x_row = NULL;
     }
     for (int i = 0; i < 4; i++) rfk_assume_global(p.w.plane[i]);
-    const uint32_t consumers = work.n > RFK_WGMMA_COLS ? 2 : 1;
     if (threadIdx.x < RFK_WGMMA_STAGES) {
         rfk_mbarrier_init(&barriers.full[threadIdx.x], RFK_WARPGROUP / 32 + (work.x_row == NULL));
-        rfk_mbarrier_init(&barriers.empty[threadIdx.x], consumers * (RFK_WARPGROUP / 32));
+        rfk_mbarrier_init(&barriers.empty[threadIdx.x], RFK_WARPGROUP / 32);
     }
     __syncthreads();
-    if (warpgroup >= consumers) {
+    if (threadIdx.x >= RFK_WARPGROUP) {
         rfk_shrink_registers<88>();
         if (ONLY < RF_TYPE_COUNT) p.w.type = ONLY;
-        if (warpgroup >= ring.groups) { /* not for a second consumer without columns */
-            if (COPIED) rfk_wgmma_copy(t.m, p, work, ring);
-            else rfk_wgmma_fill<COPIED ? RF_TYPE_Q8_0 : TYPE>(t.m, p, work, ring);
-        }
-        __syncthreads(); /* matches the barriers in rfk_wgmma_multiply */
+        if (COPIED) rfk_wgmma_copy(t.m, p, work, s, barriers);
+        else rfk_wgmma_fill<COPIED ? RF_TYPE_Q8_0 : TYPE>(t.m, p, work, s, barriers);
+        __syncthreads(); /* matches the barriers in rfk_wgmma_consume */
         __syncthreads();
         return;
     }
     rfk_grow_registers<168>();
-    rfk_wgmma_out &sums = reinterpret_cast<rfk_wgmma_out *>(ring.memory)[warpgroup];
-    if (!COPIED && work.n <= RFK_PAIR_TILE)
-        rfk_wgmma_multiply<RFK_PAIR_TILE, false>(work.end - work.first, ring, sums);
-    else rfk_wgmma_multiply<RFK_WGMMA_COLS, HALVES>(work.end - work.first, ring, sums);
-    rfk_wgmma_put(a, p, work, sums);
+    const uint32_t n_steps = work.end - work.first;
+    if (!COPIED && work.n <= RFK_PAIR_TILE) rfk_wgmma_consume<RFK_PAIR_TILE, false>(n_steps, s, barriers);
+    else rfk_wgmma_consume<RFK_WGMMA_COLS, HALVES>(n_steps, s, barriers);
+    rfk_wgmma_put(a, p, work, s.out);
+#else
+    (void)a;
+#endif
+}
+
+/* ---- more columns, on warpgroups ---- */
+
+/* unit: [cols] scale of columns, or NULL. A block does every gridDim.x-th of n_tiles. */
+struct rfk_wide_args {
+    rfk_tiles_args t;
+    const float *unit;
+    uint32_t col_tiles, row_tiles, n_tiles; /* of 256 columns, of 128 rows of all products; with the splits */
+};
+
+#if defined(RFK_HAS_WGMMA)
+
+struct rfk_wide_tile { uint32_t row_tile, row0, col0, n, first, end, split; };
+struct rfk_wide_barriers {
+    rfk_mbarriers<RFK_WIDE_STAGES> stages;
+    rfk_mbarrier put[2]; /* a consumer's waves wait for each other */
+};
+typedef rfk_wgmma_turn<RFK_WIDE_STAGES> rfk_wide_turn;
+
+/* Tiles with the same rows are adjacent, so that W is read from memory once. */
+RFK_DEVICE rfk_product rfk_wide_find(const rfk_wide_args &a, uint32_t tile, rfk_wide_tile &work) {
+    const rfk_tiles_args &t = a.t;
+    const uint32_t rows = tile / a.col_tiles, steps = t.m.n_in / RFK_WGMMA_DEPTH, per_split = t.split_units / 2;
+    uint32_t number = work.row_tile = rows % a.row_tiles;
+    work.split = rows / a.row_tiles, work.col0 = tile % a.col_tiles * RFK_WIDE_COLS;
+    work.n = t.m.n_cols - work.col0 < RFK_WIDE_COLS ? t.m.n_cols - work.col0 : RFK_WIDE_COLS;
+    work.first = per_split * work.split;
+    work.end = work.first + per_split < steps ? work.first + per_split : steps;
+    const rfk_product p = rfk_pick(t.m, &number);
+    work.row0 = number * RFK_WGMMA_ROWS;
+    return p;
+}
+
+/* Where a producer is: a step of a tile of its block. base: steps of the tiles before. */
+struct rfk_wide_place {
+    rfk_wide_tile work;
+    uint32_t tile, step, base;
+};
+RFK_DEVICE rfk_wide_turn rfk_wide_turn_of(const rfk_wide_place &at, uint32_t part) {
+    const uint32_t i = at.base + at.step - at.work.first + part;
+    const rfk_wide_turn turn = {i % RFK_WIDE_STAGES, i / RFK_WIDE_STAGES % 2};
+    return turn;
+}
+/* Go to the block's next tile that has a step for this producer, who begins with its step `ahead`, from at.tile on. */
+RFK_DEVICE void rfk_wide_enter(const rfk_wide_args &a, uint32_t ahead, rfk_wide_place &at, rfk_product &p) {
+    for (; at.tile < a.n_tiles; at.tile += gridDim.x) {
+        p = rfk_wide_find(a, at.tile, at.work);
+        at.step = at.work.first + ahead;
+        if (at.step < at.work.end) return;
+        at.base += at.work.end - at.work.first;
+    }
+}
+
+/* A producer warpgroup decodes the weights of its block's tiles; each team of TEAM waves fills every TEAMS-th stage. */
+template <int TYPE, uint32_t ONLY>
+RFK_DEVICE void rfk_wide_fill(const rfk_wide_args &a, rfk_wide_shared &s, rfk_wide_barriers &barriers) {
+    const uint32_t TEAM = rfk_format<TYPE>::STRIDE == 64 || TYPE >= RF_TYPE_COUNT ? 4 : 2, TEAMS = 4 / TEAM,
+                   n_in = a.t.m.n_in;
+    typedef rfk_wgmma_decoder<TYPE, TEAM> D;
+    const uint32_t wave = threadIdx.x % RFK_WARPGROUP / 32, ahead = wave / TEAM * D::UNITS;
+    rfk_wide_place at = {{0, 0, 0, 0, 0, 0, 0}, blockIdx.x, 0, 0};
+    rfk_product p = a.t.m.part[0];
+    rfk_raw raw[D::N];
+    size_t block[D::ROWS];
+    rfk_wide_enter(a, ahead, at, p);
+    if (ONLY < RF_TYPE_COUNT) p.w.type = ONLY;
+    if (at.tile < a.n_tiles) {
+        rfk_wgmma_blocks<TYPE, TEAM>(p, n_in, at.work.row0, block);
+        rfk_wgmma_fetch<TYPE, TEAM>(p.w, block, at.step, raw);
+    }
+    RFK_UNROLL(1)
+    while (at.tile < a.n_tiles) {
+        rfk_wide_place next = at;
+        RFK_UNROLL(2)
+        for (uint32_t part = 0; part < D::UNITS; part++) {
+            const rfk_wide_turn turn = rfk_wide_turn_of(at, part);
+            rfk_mbarrier *full = &barriers.stages.full[turn.stage];
+            rfk_mbarrier_wait(&barriers.stages.empty[turn.stage], turn.round ^ 1);
+            /* the waves of a team take turns: it takes a while */
+            if (threadIdx.x % 32 == 0 && wave % TEAM == turn.stage / TEAMS % TEAM)
+                rfk_wgmma_copy_x(a.t.m.x8, at.work.col0, at.work.n, at.step + part, s.stage[turn.stage], full);
+            rfk_unit unpacked[D::N];
+            rfk_wgmma_unpack<TYPE, TEAM>(raw, at.step, unpacked);
+            if (part + 1 == D::UNITS) { /* what is fetched arrives while the step's are stored */
+                next.step += D::UNITS * TEAMS;
+                if (next.step >= next.work.end) {
+                    next.base += next.work.end - next.work.first, next.tile += gridDim.x;
+                    rfk_wide_enter(a, ahead, next, p);
+                    if (ONLY < RF_TYPE_COUNT) p.w.type = ONLY;
+                    if (next.tile < a.n_tiles) rfk_wgmma_blocks<TYPE, TEAM>(p, n_in, next.work.row0, block);
+                }
+                if (next.tile < a.n_tiles) rfk_wgmma_fetch<TYPE, TEAM>(p.w, block, next.step, raw);
+            }
+            rfk_wgmma_store_units<TYPE, TEAM>(unpacked, at.step, part, s.stage[turn.stage].w);
+            rfk_wgmma_filled(full);
+        }
+        at = next;
+    }
+}
+
+/* A producer warpgroup copies the weights of its block's tiles, of 16-bit floats: two stages are being filled while the
+ * one before them arrives. */
+RFK_DEVICE void rfk_wide_copy(const rfk_wide_args &a, rfk_wide_shared &s, rfk_wide_barriers &barriers) {
+    rfk_wide_turn now = {0, 0}, behind = {0, 0};
+    uint32_t n_ahead = 0;
+    RFK_UNROLL(1)
+    for (uint32_t tile = blockIdx.x; tile < a.n_tiles; tile += gridDim.x) {
+        rfk_wide_tile work;
+        const rfk_product p = rfk_wide_find(a, tile, work);
+        RFK_UNROLL(1)
+        for (uint32_t step = work.first; step < work.end; step++) {
+            rfk_mbarrier_wait(&barriers.stages.empty[now.stage], now.round ^ 1);
+            if (threadIdx.x % RFK_WARPGROUP == 32 * now.stage)
+                rfk_wgmma_copy_x(a.t.m.x8, work.col0, work.n, step, s.stage[now.stage],
+                                 &barriers.stages.full[now.stage]);
+            rfk_wgmma_copy_w(p, a.t.m.n_in, work.row0, step, s.stage[now.stage].w);
+            rfk_commit_copies();
+            rfk_wgmma_next(now);
+            if (n_ahead < 2) {
+                n_ahead++;
+                continue;
+            }
+            rfk_wait_copies_but_two();
+            rfk_wgmma_filled(&barriers.stages.full[behind.stage]);
+            rfk_wgmma_next(behind);
+        }
+    }
+    for (; n_ahead > 0; n_ahead--) {
+        rfk_commit_copies();
+        rfk_wait_copies_but_two();
+        rfk_wgmma_filled(&barriers.stages.full[behind.stage]);
+        rfk_wgmma_next(behind);
+    }
+}
+
+/* Where a row of a column is in rfk_wide_shared.out: the columns of a wave's lanes lie in different banks. */
+RFK_DEVICE uint32_t rfk_wide_row(uint32_t col, uint32_t row) { return row ^ (col / 2 % 4 * 8); }
+
+RFK_DEVICE void rfk_wide_meet(rfk_mbarrier *put, uint32_t &n) {
+    rfk_sync_wave();
+    if (threadIdx.x % 32 == 0) rfk_mbarrier_arrive(put);
+    rfk_mbarrier_wait(put, n++);
+}
+
+/* Store a consumer's sums of a tile, on their way through shared memory: four rows of a column a thread. */
+RFK_DEVICE void rfk_wide_put_columns(const rfk_wide_args &a, const rfk_product &p, const rfk_wide_tile &work,
+                                     uint32_t from, const float (*out)[64]) {
+    const rfk_tiles_args &t = a.t;
+    const uint32_t thread = threadIdx.x % RFK_WARPGROUP, r = 4 * (thread % 16),
+                   row = threadIdx.x / RFK_WARPGROUP * 64 + r, col_tiles = (t.m.n_cols + RFK_WGMMA_COLS - 1) / RFK_WGMMA_COLS;
+    RFK_UNROLL(1)
+    for (uint32_t c = thread / 16; c < RFK_WIDE_PUT && from + c < work.n; c += RFK_WARPGROUP / 16) {
+        const uint32_t col = work.col0 + from + c;
+        float4 v = *reinterpret_cast<const float4 *>(&out[c][rfk_wide_row(c, r)]);
+        const float unit = a.unit ? a.unit[col] : 1.0f;
+        v.x *= unit, v.y *= unit, v.z *= unit, v.w *= unit;
+        float results[4] = {v.x, v.y, v.z, v.w};
+        if (t.part) { /* [row tiles, tiles of 128 columns, splits] */
+            const size_t tile = (size_t)work.row_tile * col_tiles + col / RFK_WGMMA_COLS;
+            *reinterpret_cast<float4 *>(t.part + ((tile * t.n_splits + work.split) * RFK_WGMMA_COLS +
+                                                  col % RFK_WGMMA_COLS) * RFK_WGMMA_ROWS + row) = v;
+        } else if (work.row0 + row < p.n_out) {
+            rfk_put4(p, (work.row0 + row) / 4, col, results);
+        }
+    }
+}
+RFK_DEVICE void rfk_wide_put(const rfk_wide_args &a, const rfk_product &p, const rfk_wide_tile &work,
+                             const float (&sum)[RFK_WIDE_COLS / 2], rfk_wide_shared &s, rfk_mbarrier *put,
+                             uint32_t &n) {
+    float(*out)[64] = s.out[threadIdx.x / RFK_WARPGROUP];
+    const uint32_t RESULTS = RFK_WIDE_PUT / 2;
+    RFK_UNROLL(4) /* not a loop: the sums must stay in registers */
+    for (uint32_t part = 0; part < RFK_WIDE_COLS / RFK_WIDE_PUT; part++) {
+        RFK_UNROLL(32)
+        for (uint32_t i = 0; i < RESULTS; i++)
+            out[rfk_wgmma_col(i)][rfk_wide_row(rfk_wgmma_col(i), rfk_wgmma_row(i))] = sum[RESULTS * part + i];
+        rfk_wide_meet(put, n);
+        rfk_wide_put_columns(a, p, work, RFK_WIDE_PUT * part, out);
+        rfk_wide_meet(put, n);
+    }
+}
+#endif
+
+/* grid [multiprocessors, or tiles if they are fewer]   block 384   LDS 225 KiB   n_in % 64 == 0
+ *   reads W once per 256 columns and x once per 128 rows */
+template <int TYPE, uint32_t ONLY = RF_TYPE_COUNT>
+static __global__ void RFK_RESIDENT(RFK_WIDE_BLOCK, 1) rfk_matmul_wide(rfk_wide_args a) {
+#if defined(RFK_HAS_WGMMA)
+    const bool HALVES = TYPE == RF_TYPE_F16, COPIED = HALVES || TYPE == RF_TYPE_BF16;
+    RFK_SHARED(rfk_wide_barriers, barriers);
+    RFK_DYNAMIC(int4, memory);
+    rfk_wide_shared &s = rfk_wgmma_memory<rfk_wide_shared>(memory);
+    const uint32_t warpgroup = rfk_same_in_wave(threadIdx.x / RFK_WARPGROUP);
+    typedef rfk_wgmma_decoder<COPIED ? RF_TYPE_Q8_0 : TYPE, 2> D;
+    const uint32_t team = !COPIED && D::UNITS == 1 && TYPE < RF_TYPE_COUNT ? 2 : 4;
+    if (threadIdx.x < RFK_WIDE_STAGES) {
+        rfk_mbarrier_init(&barriers.stages.full[threadIdx.x], team + 1);
+        rfk_mbarrier_init(&barriers.stages.empty[threadIdx.x], 2 * RFK_WARPGROUP / 32);
+        if (threadIdx.x < 2) rfk_mbarrier_init(&barriers.put[threadIdx.x], RFK_WARPGROUP / 32);
+    }
+    __syncthreads();
+    if (warpgroup == 2) {
+        if (COPIED) rfk_wide_copy(a, s, barriers);
+        else rfk_wide_fill<COPIED ? RF_TYPE_Q8_0 : TYPE, ONLY>(a, s, barriers);
+        return;
+    }
+    const rfk_wgmma_operand w = rfk_wgmma_at(s.stage[0].w[64 * warpgroup]), x = rfk_wgmma_at(s.stage[0].x[0]);
+    float sum[1][RFK_WIDE_COLS / 2];
+    rfk_wide_turn now = {0, 0};
+    uint32_t n = 0;
+    RFK_UNROLL(1)
+    for (uint32_t tile = blockIdx.x; tile < a.n_tiles; tile += gridDim.x) {
+        rfk_wide_tile work;
+        const rfk_product p = rfk_wide_find(a, tile, work);
+        rfk_wgmma_multiply<RFK_WIDE_COLS, HALVES>(sum, w, x, sizeof s.stage[0] / sizeof(int4), work.end - work.first,
+                                                  barriers.stages, now);
+        rfk_wide_put(a, p, work, sum[0], s, &barriers.put[warpgroup], n);
+    }
 #else
     (void)a;
 #endif
@@ -7420,6 +7723,18 @@ static void (*rfk_find_wgmma(uint32_t type))(rfk_wgmma_args) {
     }
 #undef RFK_QUANTIZED_CASE
 }
+static void (*rfk_find_wide(uint32_t type))(rfk_wide_args) {
+    const uint32_t MXFP4 = rfk_built<RF_TYPE_MXFP4>::is ? RF_TYPE_MXFP4 : RF_TYPE_COUNT;
+    if (type == RF_TYPE_MXFP4) return rfk_matmul_wide<RFK_BUILT(RFK_OTHER32), MXFP4>;
+#define RFK_QUANTIZED_CASE(TYPE) case TYPE: return rfk_matmul_wide<RFK_BUILT(TYPE)>;
+    switch (rfk_kernel_type(type)) {
+        RFK_QUANTIZED_TYPES(RFK_QUANTIZED_CASE)
+    case RF_TYPE_F16: return rfk_matmul_wide<RFK_BUILT(RF_TYPE_F16)>;
+    case RF_TYPE_BF16: return rfk_matmul_wide<RFK_BUILT(RF_TYPE_BF16)>;
+    default: return NULL;
+    }
+#undef RFK_QUANTIZED_CASE
+}
 
 #if defined(RFK_HAS_WGMMA)
 /* The expected result of the check below. */
@@ -7431,10 +7746,10 @@ RFK_DEVICE float rfk_wgmma_want(uint32_t row, uint32_t col) {
     return (float)want;
 }
 
-/* Whether this thread's results of one instruction are right. */
-template <int COLS, bool F16> RFK_DEVICE bool rfk_wgmma_is_right(rfk_wgmma_stage &s) {
+/* Whether this thread's results of one instruction are right, for 64 N rows. */
+template <int COLS, bool F16, int N> RFK_DEVICE bool rfk_wgmma_is_right(rfk_wgmma_stage<RFK_WIDE_COLS> &s) {
     __syncthreads();
-    for (uint32_t j = threadIdx.x; j < 2 * 128 * RFK_WGMMA_DEPTH; j += RFK_WARPGROUP) {
+    for (uint32_t j = threadIdx.x; j < (128 + COLS) * RFK_WGMMA_DEPTH; j += RFK_WARPGROUP) {
         const uint32_t i = j / RFK_WGMMA_DEPTH, k = j % RFK_WGMMA_DEPTH;
         const float v = (float)rfk_check_value(i / 8, i % 8 * 2 + k / 32, k % 32);
         int4 *row = i < 128 ? s.w[i] : s.x[i - 128];
@@ -7443,15 +7758,15 @@ template <int COLS, bool F16> RFK_DEVICE bool rfk_wgmma_is_right(rfk_wgmma_stage
     }
     rfk_fence_async_proxy();
     __syncthreads();
-    float sum[2][COLS / 2];
-    rfk_wgmma_step<COLS, F16>(sum, s.w[0], s.x[0], false);
+    float sum[N][COLS / 2];
+    rfk_wgmma_step<COLS, F16>(sum, rfk_wgmma_at(s.w[0]), rfk_wgmma_at(s.x[0]), false);
     rfk_wgmma_drain<COLS>(sum);
-    float results[COLS]; /* in private memory */
+    float results[N * COLS / 2]; /* in private memory */
     RFK_UNROLL(128)
-    for (uint32_t j = 0; j < COLS; j++) results[j] = sum[j / (COLS / 2)][j % (COLS / 2)];
+    for (uint32_t j = 0; j < N * COLS / 2; j++) results[j] = sum[j / (COLS / 2)][j % (COLS / 2)];
     bool right = true;
     RFK_UNROLL(1)
-    for (uint32_t j = 0; j < COLS; j++) {
+    for (uint32_t j = 0; j < N * COLS / 2; j++) {
         const uint32_t i = j % (COLS / 2), row = j / (COLS / 2) * 64 + rfk_wgmma_row(i), col = 128 + rfk_wgmma_col(i);
         right = right && results[j] == rfk_wgmma_want(row, col);
     }
@@ -7460,15 +7775,17 @@ template <int COLS, bool F16> RFK_DEVICE bool rfk_wgmma_is_right(rfk_wgmma_stage
 #endif
 
 /* Check wgmma: each thread writes RFK_WGMMA_RIGHT or _WRONG for its results, 0 if the kernel was not compiled for it.
- * All values and sums are integers, exact in any order.   grid 1   block 128   LDS 33 KiB */
+ * All values and sums are integers, exact in any order.   grid 1   block 128   LDS 49 KiB */
 static __global__ void RFK_THREADS(RFK_WARPGROUP) rfk_check_wgmma(uint32_t *out) {
 #if defined(RFK_HAS_WGMMA)
     RFK_DYNAMIC(int4, memory);
-    rfk_wgmma_stage &s = rfk_wgmma_memory<rfk_wgmma_stage>(memory);
-    const bool narrow = rfk_wgmma_is_right<RFK_PAIR_TILE, false>(s),
-               wide = rfk_wgmma_is_right<RFK_WGMMA_COLS, false>(s),
-               halves = rfk_wgmma_is_right<RFK_WGMMA_COLS, true>(s);
-    out[threadIdx.x] = narrow && wide && halves ? RFK_WGMMA_RIGHT : RFK_WGMMA_WRONG;
+    rfk_wgmma_stage<RFK_WIDE_COLS> &s = rfk_wgmma_memory<rfk_wgmma_stage<RFK_WIDE_COLS> >(memory);
+    const bool few = rfk_wgmma_is_right<RFK_PAIR_TILE, false, 2>(s),
+               many = rfk_wgmma_is_right<RFK_WGMMA_COLS, false, 2>(s),
+               wide = rfk_wgmma_is_right<RFK_WIDE_COLS, false, 1>(s),
+               halves = rfk_wgmma_is_right<RFK_WGMMA_COLS, true, 2>(s),
+               wide_halves = rfk_wgmma_is_right<RFK_WIDE_COLS, true, 1>(s);
+    out[threadIdx.x] = few && many && wide && halves && wide_halves ? RFK_WGMMA_RIGHT : RFK_WGMMA_WRONG;
 #else
     out[threadIdx.x] = 0;
 #endif
@@ -9343,12 +9660,12 @@ RFK_DEVICE void rfk_wgmma_keys(float *sum, const rfk_operand &q, const int4 (*k)
                  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
                  "{%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}"
                  : RFK_WGMMA_8(sum), RFK_WGMMA_8(sum + 8), RFK_WGMMA_8(sum + 16), RFK_WGMMA_8(sum + 24)
-                 : "r"(q.r[0]), "r"(q.r[1]), "r"(q.r[2]), "r"(q.r[3]), "l"(rfk_wgmma_operand(&k[0][2 * step])), "r"(1));
+                 : "r"(q.r[0]), "r"(q.r[1]), "r"(q.r[2]), "r"(q.r[3]), "l"(rfk_wgmma_matrix(&k[0][2 * step])), "r"(1));
 }
 /* sum += 64 weights times 128 values of 16 positions, asynchronously: the operand is transposed, its two panels are
  * the descriptor's leading dimension. */
 RFK_DEVICE void rfk_wgmma_values(float *sum, const rfk_operand &p, const int4 (*v)[8], uint32_t cell0) {
-    const uint64_t operand = (rfk_wgmma_operand(v[cell0]) & ~((uint64_t)0x3fff << 16)) |
+    const uint64_t operand = (rfk_wgmma_matrix(v[cell0]) & ~((uint64_t)0x3fff << 16)) |
                              (uint64_t)(RFK_FLASH_WGMMA_CELLS * 128 >> 4) << 16;
     asm volatile("{.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
@@ -11238,13 +11555,14 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
             (void)cudaFuncSetAttribute((const void *)rfk_find_rows<32>(i != 0),
                                        cudaFuncAttributeMaxDynamicSharedMemorySize, (int)d->shared_bytes - 1024);
         for (uint32_t type = 0; d->wgmma && type < RF_TYPE_COUNT; type++) {
-            const void *bf16 = (const void *)rfk_find_wgmma(type);
-            if (!bf16) continue;
-            if (cudaFuncSetAttribute(bf16, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                     RFK_WGMMA_BYTES(RFK_WGMMA_GROUPS)) != cudaSuccess)
+            const void *narrow = (const void *)rfk_find_wgmma(type), *wide = (const void *)rfk_find_wide(type);
+            if (!narrow) continue;
+            if (cudaFuncSetAttribute(narrow, cudaFuncAttributeMaxDynamicSharedMemorySize, RFK_WGMMA_BYTES) !=
+                    cudaSuccess ||
+                cudaFuncSetAttribute(wide, cudaFuncAttributeMaxDynamicSharedMemorySize, RFK_WIDE_BYTES) != cudaSuccess)
                 d->wgmma = 0;
-            /* for two small blocks a multiprocessor */
-            (void)cudaFuncSetAttribute(bf16, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
+            /* for two blocks a multiprocessor */
+            (void)cudaFuncSetAttribute(narrow, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
         }
         const rfk_flash_kernel flash[] = {rfk_find_flash<uint16_t>(d, 256), rfk_find_flash<uint16_t>(d, RFK_FLASH_HEAD),
                                           rfk_find_flash<rfk_q8>(d, 256), rfk_find_flash<rfk_q8>(d, RFK_FLASH_HEAD)};
@@ -13098,9 +13416,18 @@ static rf_result rfk_run_matmul_float(rfk_launching *l, const rfk_matmul_args *p
     return rfk_run_join(l, &t, row_tiles, col_tiles);
 }
 
-static rf_result rfk_launch_wgmma(const rfk_launching *l, const rfk_wgmma_args *a, dim3 grid, uint32_t groups) {
-    const rfk_config c = {grid, dim3(groups * RFK_WGMMA_BLOCK), RFK_WGMMA_BYTES(groups), 0, l->q->stream};
+static rf_result rfk_launch_wgmma(const rfk_launching *l, const rfk_wgmma_args *a, dim3 grid) {
+    const rfk_config c = {grid, dim3(RFK_WGMMA_BLOCK), RFK_WGMMA_BYTES, 0, l->q->stream};
     return rfk_enqueue_config(l, rfk_find_wgmma(l->p->plan->weights[l->op->weight].type), c, *a);
+}
+/* Tiles of 256 columns. */
+static rf_result rfk_launch_wide(const rfk_launching *l, const rfk_wgmma_args *narrow, uint32_t row_tiles) {
+    const uint32_t n_units = l->p->dev->info.compute_units;
+    rfk_wide_args a = {narrow->t, narrow->unit, rfk_ceil_div(narrow->t.m.n_cols, RFK_WIDE_COLS), row_tiles, 0};
+    a.n_tiles = a.col_tiles * row_tiles * a.t.n_splits;
+    const rfk_config c = {dim3(a.n_tiles < n_units ? a.n_tiles : n_units), dim3(RFK_WIDE_BLOCK), RFK_WIDE_BYTES, 0,
+                          l->q->stream};
+    return rfk_enqueue_config(l, rfk_find_wide(l->p->plan->weights[l->op->weight].type), c, a);
 }
 
 /* Tiles of 16-bit floats, on wgmma. */
@@ -13121,10 +13448,10 @@ static rf_result rfk_run_wgmma(rfk_launching *l, const rfk_matmul_args *products
         r = rfk_run_quantize(l, t->m.x8, t->m.n_cols, t->m.n_in);
     }
     const uint32_t row_tiles = rfk_make_products(l, &t->m, t->rows), col_tiles = rfk_ceil_div(t->m.n_cols, t->cols),
-                   groups = col_tiles > 1 ? RFK_WGMMA_GROUPS : 1,
-                   blocks = rfk_ceil_div(col_tiles, groups);
-    rfk_cut_depth(l->p, t, row_tiles * blocks * groups, RFK_DEPTH / 32, groups);
-    if (r == RF_OK) r = rfk_launch_wgmma(l, &a, dim3(blocks, row_tiles, t->n_splits), groups);
+                   together = col_tiles > 1 ? 2 : 1; /* tiles of 128 columns in a block */
+    rfk_cut_depth(l->p, t, row_tiles * rfk_ceil_div(col_tiles, together) * together, RFK_DEPTH / 32, together);
+    if (r == RF_OK && together > 1) r = rfk_launch_wide(l, &a, row_tiles);
+    else if (r == RF_OK) r = rfk_launch_wgmma(l, &a, dim3(1, row_tiles, t->n_splits));
     if (r != RF_OK || t->n_splits == 1) return r;
     return rfk_run_join(l, t, row_tiles, col_tiles);
 }
@@ -13623,7 +13950,7 @@ static rf_result rfk_run_pair_tiles(const rfk_launching *l, const rfk_experts_ar
     a.t.split_units = e->n_in / 32;
     if (e->x8.bf16) {
         rfk_wgmma_args w = {a.t, NULL, *e, a.lists};
-        return rfk_launch_wgmma(l, &w, dim3(n_tiles, rfk_ceil_div(e->n_out, RFK_WGMMA_ROWS)), 1);
+        return rfk_launch_wgmma(l, &w, dim3(n_tiles, rfk_ceil_div(e->n_out, RFK_WGMMA_ROWS)));
     }
     if (type == RF_TYPE_F16) return rfk_run_pair_16bit<false>(l, &a, n_tiles);
     if (type == RF_TYPE_BF16) return rfk_run_pair_16bit<true>(l, &a, n_tiles);
