@@ -6955,7 +6955,7 @@ struct rfk_wide_shared {
 /* Dynamic shared memory of a launch: 1024 bytes more, for the swizzle is by address bits. */
 #define RFK_WGMMA_BYTES ((uint32_t)sizeof(rfk_wgmma_shared) + 1024)
 #define RFK_WIDE_BYTES ((uint32_t)sizeof(rfk_wide_shared) + 1024)
-#define RFK_WGMMA_CHECK_BYTES ((uint32_t)sizeof(rfk_wgmma_stage<RFK_WIDE_COLS>) + 1024)
+#define RFK_WGMMA_CHECK_BYTES ((64 + RFK_WIDE_COLS) * 128 + 1024)
 
 #if defined(ROCMFORGE_HIP_EMU)
 #define RFK_MAY_WGMMA(index, arch) hip_emu_has_wgmma(index)
@@ -7747,19 +7747,18 @@ RFK_DEVICE float rfk_wgmma_want(uint32_t row, uint32_t col) {
 }
 
 /* Whether this thread's results of one instruction are right, for 64 N rows. */
-template <int COLS, bool F16, int N> RFK_DEVICE bool rfk_wgmma_is_right(rfk_wgmma_stage<RFK_WIDE_COLS> &s) {
+template <int COLS, bool F16, int N> RFK_DEVICE bool rfk_wgmma_is_right(int4 (*rows)[8]) {
     __syncthreads();
-    for (uint32_t j = threadIdx.x; j < (128 + COLS) * RFK_WGMMA_DEPTH; j += RFK_WARPGROUP) {
-        const uint32_t i = j / RFK_WGMMA_DEPTH, k = j % RFK_WGMMA_DEPTH;
+    for (uint32_t j = threadIdx.x; j < (64 * N + COLS) * RFK_WGMMA_DEPTH; j += RFK_WARPGROUP) {
+        const uint32_t row = j / RFK_WGMMA_DEPTH, i = row < 64 * N ? row : 128 + row - 64 * N, k = j % RFK_WGMMA_DEPTH;
         const float v = (float)rfk_check_value(i / 8, i % 8 * 2 + k / 32, k % 32);
-        int4 *row = i < 128 ? s.w[i] : s.x[i - 128];
-        reinterpret_cast<uint16_t *>(row + rfk_swizzled(i, k / 8))[k % 8] =
+        reinterpret_cast<uint16_t *>(&rows[row][rfk_swizzled(row, k / 8)])[k % 8] =
             F16 ? rfk_to_half(v) : (uint16_t)rfk_to_bf16x2(v, 0);
     }
     rfk_fence_async_proxy();
     __syncthreads();
     float sum[N][COLS / 2];
-    rfk_wgmma_step<COLS, F16>(sum, rfk_wgmma_at(s.w[0]), rfk_wgmma_at(s.x[0]), false);
+    rfk_wgmma_step<COLS, F16>(sum, rfk_wgmma_at(rows[0]), rfk_wgmma_at(rows[64 * N]), false);
     rfk_wgmma_drain<COLS>(sum);
     float results[N * COLS / 2]; /* in private memory */
     RFK_UNROLL(128)
@@ -7775,11 +7774,11 @@ template <int COLS, bool F16, int N> RFK_DEVICE bool rfk_wgmma_is_right(rfk_wgmm
 #endif
 
 /* Check wgmma: each thread writes RFK_WGMMA_RIGHT or _WRONG for its results, 0 if the kernel was not compiled for it.
- * All values and sums are integers, exact in any order.   grid 1   block 128   LDS 49 KiB */
+ * All values and sums are integers, exact in any order.   grid 1   block 128   LDS 41 KiB */
 static __global__ void RFK_THREADS(RFK_WARPGROUP) rfk_check_wgmma(uint32_t *out) {
 #if defined(RFK_HAS_WGMMA)
     RFK_DYNAMIC(int4, memory);
-    rfk_wgmma_stage<RFK_WIDE_COLS> &s = rfk_wgmma_memory<rfk_wgmma_stage<RFK_WIDE_COLS> >(memory);
+    int4(*s)[8] = reinterpret_cast<int4(*)[8]>(&rfk_wgmma_memory<int4>(memory));
     const bool few = rfk_wgmma_is_right<RFK_PAIR_TILE, false, 2>(s),
                many = rfk_wgmma_is_right<RFK_WGMMA_COLS, false, 2>(s),
                wide = rfk_wgmma_is_right<RFK_WIDE_COLS, false, 1>(s),
