@@ -6934,7 +6934,6 @@ static __global__ void RFK_RESIDENT(RFK_FEW_WAVES *WAVE, 2) rfk_few(rfk_few_args
 #define RFK_WIDE_COLS 256u
 #define RFK_WIDE_STAGES 4u
 #define RFK_WIDE_BLOCK (3 * RFK_WARPGROUP)
-#define RFK_WIDE_SHARE 16u /* steps a block has of shared tiles, at least */
 #define RFK_WIDE_PUT 64u /* columns that pass through shared memory at once on their way out */
 #define RFK_WGMMA_RIGHT 1u
 #define RFK_WGMMA_WRONG 2u
@@ -7140,7 +7139,7 @@ template <int COLS, int N> RFK_DEVICE void rfk_wgmma_drain(float (&sum)[N][COLS 
 #endif
 }
 
-/* A consumer's products of n_steps steps: it leaves a stage when the products of the next one have begun. */
+/* A consumer's products of steps [first, end): it leaves a stage when the products of the next one have begun. */
 template <int COLS, bool F16, int N, uint32_t STAGES>
 RFK_DEVICE void rfk_wgmma_multiply(float (&sum)[N][COLS / 2], rfk_wgmma_operand w, rfk_wgmma_operand x,
                                    uint32_t stage_words, uint32_t n_steps, rfk_mbarriers<STAGES> &barriers,
@@ -7492,126 +7491,75 @@ static __global__ void RFK_RESIDENT(RFK_WGMMA_BLOCK, 2) rfk_matmul_wgmma(rfk_wgm
 
 /* ---- more columns, on warpgroups ---- */
 
-/* unit: [cols] scale of columns, or NULL. A block does every gridDim.x-th of the first n_whole tiles. Would the others
- * leave blocks idle, all blocks share them, an equal part of their steps each (stream-K): a tile's pieces are added by the
- * block that is the last to finish one, in the order of the steps. */
+/* unit: [cols] scale of columns, or NULL. A block does every gridDim.x-th of n_tiles. */
 struct rfk_wide_args {
     rfk_tiles_args t;
     const float *unit;
-    uint32_t col_tiles, row_tiles; /* of 256 columns, of 128 rows of all products */
-    uint32_t n_whole, n_shared;
-    uint32_t granule;  /* parts are multiples of so many steps */
-    float *pieces;     /* [block][the first of a tile: 1, or another][consumer][RFK_WIDE_COLS / 2][RFK_WARPGROUP] */
-    uint32_t *tickets; /* [block with a tile's first piece][consumer]; 0 between launches */
+    uint32_t col_tiles, row_tiles, n_tiles; /* of 256 columns, of 128 rows of all products; with the splits */
 };
 
 #if defined(RFK_HAS_WGMMA)
 
-struct rfk_wide_tile { uint32_t row_tile, col0, n, first, end, split, n_pieces, piece; };
+struct rfk_wide_tile { uint32_t row_tile, row0, col0, n, first, end, split; };
 struct rfk_wide_barriers {
     rfk_mbarriers<RFK_WIDE_STAGES> stages;
     rfk_mbarrier put[2]; /* a consumer's waves wait for each other */
-    /* A consumer's tile, when its sums leave no registers for it. */
-    rfk_wide_tile tile[2];
-    rfk_product product[2];
-    uint32_t row0[2], is_last[2], base[2]; /* base: steps of the tiles before */
 };
 typedef rfk_wgmma_turn<RFK_WIDE_STAGES> rfk_wide_turn;
 
 /* Tiles with the same rows are adjacent, so that W is read from memory once. */
-RFK_DEVICE void rfk_wide_find(const rfk_wide_args &a, uint32_t number, rfk_wide_tile &tile) {
+RFK_DEVICE rfk_product rfk_wide_find(const rfk_wide_args &a, uint32_t tile, rfk_wide_tile &work) {
     const rfk_tiles_args &t = a.t;
-    const uint32_t rows = number / a.col_tiles, steps = t.m.n_in / RFK_WGMMA_DEPTH, per_split = t.split_units / 2;
-    tile.row_tile = rows % a.row_tiles, tile.split = rows / a.row_tiles;
-    tile.col0 = number % a.col_tiles * RFK_WIDE_COLS;
-    tile.n = t.m.n_cols - tile.col0 < RFK_WIDE_COLS ? t.m.n_cols - tile.col0 : RFK_WIDE_COLS;
-    tile.first = per_split * tile.split;
-    tile.end = tile.first + per_split < steps ? tile.first + per_split : steps;
-    tile.n_pieces = 1, tile.piece = 0;
-}
-/* The product of a tile, and the first of its rows. */
-RFK_DEVICE rfk_product rfk_wide_product(const rfk_wide_args &a, const rfk_wide_tile &tile, uint32_t *row0) {
-    uint32_t number = tile.row_tile;
-    const rfk_product p = rfk_pick(a.t.m, &number);
-    *row0 = number * RFK_WGMMA_ROWS;
+    const uint32_t rows = tile / a.col_tiles, steps = t.m.n_in / RFK_WGMMA_DEPTH, per_split = t.split_units / 2;
+    uint32_t number = work.row_tile = rows % a.row_tiles;
+    work.split = rows / a.row_tiles, work.col0 = tile % a.col_tiles * RFK_WIDE_COLS;
+    work.n = t.m.n_cols - work.col0 < RFK_WIDE_COLS ? t.m.n_cols - work.col0 : RFK_WIDE_COLS;
+    work.first = per_split * work.split;
+    work.end = work.first + per_split < steps ? work.first + per_split : steps;
+    const rfk_product p = rfk_pick(t.m, &number);
+    work.row0 = number * RFK_WGMMA_ROWS;
     return p;
-}
-
-/* What a block has still to do: whole tiles from tile on, then the steps [at, end) of all shared ones. */
-struct rfk_wide_work { uint32_t tile, at, end; };
-RFK_DEVICE rfk_wide_work rfk_wide_begin(const rfk_wide_args &a) {
-    const uint32_t parts = a.n_shared * (a.t.m.n_in / RFK_WGMMA_DEPTH / a.granule);
-    const rfk_wide_work w = {blockIdx.x, blockIdx.x * parts / gridDim.x * a.granule,
-                             (blockIdx.x + 1) * parts / gridDim.x * a.granule};
-    return w;
-}
-/* The block that does a step of the shared ones. */
-RFK_DEVICE uint32_t rfk_wide_block_of(const rfk_wide_args &a, uint32_t at) {
-    return ((at / a.granule + 1) * gridDim.x - 1) / (a.n_shared * (a.t.m.n_in / RFK_WGMMA_DEPTH / a.granule));
-}
-/* The block's next tile, or piece of one.   False: there is none */
-RFK_DEVICE bool rfk_wide_take(const rfk_wide_args &a, rfk_wide_work &w, rfk_wide_tile &tile) {
-    if (w.tile < a.n_whole) {
-        rfk_wide_find(a, w.tile, tile);
-        w.tile += gridDim.x;
-        return true;
-    }
-    if (w.at >= w.end) return false;
-    const uint32_t steps = a.t.m.n_in / RFK_WGMMA_DEPTH, number = w.at / steps, begin = number * steps,
-                   first_block = rfk_wide_block_of(a, begin);
-    rfk_wide_find(a, a.n_whole + number, tile);
-    tile.first = w.at - begin, tile.end = w.end - begin < steps ? w.end - begin : steps;
-    tile.n_pieces = rfk_wide_block_of(a, begin + steps - 1) - first_block + 1, tile.piece = blockIdx.x - first_block;
-    w.at = begin + tile.end;
-    return true;
 }
 
 /* Where a producer is: a step of a tile of its block. base: steps of the tiles before. */
 struct rfk_wide_place {
-    rfk_wide_work left;
-    rfk_wide_tile tile;
-    uint32_t step, base;
-    bool ends;
+    rfk_wide_tile work;
+    uint32_t tile, step, base;
 };
 RFK_DEVICE rfk_wide_turn rfk_wide_turn_of(const rfk_wide_place &at, uint32_t part) {
-    const uint32_t i = at.base + at.step - at.tile.first + part;
+    const uint32_t i = at.base + at.step - at.work.first + part;
     const rfk_wide_turn turn = {i % RFK_WIDE_STAGES, i / RFK_WIDE_STAGES % 2};
     return turn;
 }
-/* Go to the block's next tile that has a step for this producer, who begins with its step `ahead`. */
-RFK_DEVICE void rfk_wide_enter(const rfk_wide_args &a, uint32_t ahead, rfk_wide_place &at) {
-    do {
-        at.base += at.tile.end - at.tile.first;
-        at.ends = !rfk_wide_take(a, at.left, at.tile);
-        at.step = at.tile.first + ahead;
-    } while (!at.ends && at.step >= at.tile.end);
+/* Go to the block's next tile that has a step for this producer, who begins with its step `ahead`, from at.tile on. */
+RFK_DEVICE void rfk_wide_enter(const rfk_wide_args &a, uint32_t ahead, rfk_wide_place &at, rfk_product &p) {
+    for (; at.tile < a.n_tiles; at.tile += gridDim.x) {
+        p = rfk_wide_find(a, at.tile, at.work);
+        at.step = at.work.first + ahead;
+        if (at.step < at.work.end) return;
+        at.base += at.work.end - at.work.first;
+    }
 }
 
-/* Where a lane's rows of a tile are. */
-template <int TYPE, uint32_t ONLY, uint32_t TEAM>
-RFK_DEVICE void rfk_wide_rows(const rfk_wide_args &a, const rfk_wide_tile &tile, rfk_weight &w, size_t *block) {
-    uint32_t row0;
-    const rfk_product p = rfk_wide_product(a, tile, &row0);
-    w = p.w;
-    if (ONLY < RF_TYPE_COUNT) w.type = ONLY;
-    rfk_wgmma_blocks<TYPE, TEAM>(p, a.t.m.n_in, row0, block);
-}
 /* A producer warpgroup decodes the weights of its block's tiles; each team of TEAM waves fills every TEAMS-th stage. */
 template <int TYPE, uint32_t ONLY>
 RFK_DEVICE void rfk_wide_fill(const rfk_wide_args &a, rfk_wide_shared &s, rfk_wide_barriers &barriers) {
-    const uint32_t TEAM = rfk_format<TYPE>::STRIDE == 64 || TYPE >= RF_TYPE_COUNT ? 4 : 2, TEAMS = 4 / TEAM;
+    const uint32_t TEAM = rfk_format<TYPE>::STRIDE == 64 || TYPE >= RF_TYPE_COUNT ? 4 : 2, TEAMS = 4 / TEAM,
+                   n_in = a.t.m.n_in;
     typedef rfk_wgmma_decoder<TYPE, TEAM> D;
     const uint32_t wave = threadIdx.x % RFK_WARPGROUP / 32, ahead = wave / TEAM * D::UNITS;
-    rfk_wide_place at = {rfk_wide_begin(a), {0, 0, 0, 0, 0, 0, 0, 0}, 0, 0, false};
-    rfk_weight w;
+    rfk_wide_place at = {{0, 0, 0, 0, 0, 0, 0}, blockIdx.x, 0, 0};
+    rfk_product p = a.t.m.part[0];
     rfk_raw raw[D::N];
     size_t block[D::ROWS];
-    rfk_wide_enter(a, ahead, at);
-    if (at.ends) return;
-    rfk_wide_rows<TYPE, ONLY, TEAM>(a, at.tile, w, block);
-    rfk_wgmma_fetch<TYPE, TEAM>(w, block, at.step, raw);
+    rfk_wide_enter(a, ahead, at, p);
+    if (ONLY < RF_TYPE_COUNT) p.w.type = ONLY;
+    if (at.tile < a.n_tiles) {
+        rfk_wgmma_blocks<TYPE, TEAM>(p, n_in, at.work.row0, block);
+        rfk_wgmma_fetch<TYPE, TEAM>(p.w, block, at.step, raw);
+    }
     RFK_UNROLL(1)
-    while (!at.ends) {
+    while (at.tile < a.n_tiles) {
         rfk_wide_place next = at;
         RFK_UNROLL(2)
         for (uint32_t part = 0; part < D::UNITS; part++) {
@@ -7620,16 +7568,18 @@ RFK_DEVICE void rfk_wide_fill(const rfk_wide_args &a, rfk_wide_shared &s, rfk_wi
             rfk_mbarrier_wait(&barriers.stages.empty[turn.stage], turn.round ^ 1);
             /* the waves of a team take turns: it takes a while */
             if (threadIdx.x % 32 == 0 && wave % TEAM == turn.stage / TEAMS % TEAM)
-                rfk_wgmma_copy_x(a.t.m.x8, at.tile.col0, at.tile.n, at.step + part, s.stage[turn.stage], full);
+                rfk_wgmma_copy_x(a.t.m.x8, at.work.col0, at.work.n, at.step + part, s.stage[turn.stage], full);
             rfk_unit unpacked[D::N];
             rfk_wgmma_unpack<TYPE, TEAM>(raw, at.step, unpacked);
             if (part + 1 == D::UNITS) { /* what is fetched arrives while the step's are stored */
                 next.step += D::UNITS * TEAMS;
-                if (next.step >= next.tile.end) {
-                    rfk_wide_enter(a, ahead, next);
-                    if (!next.ends) rfk_wide_rows<TYPE, ONLY, TEAM>(a, next.tile, w, block);
+                if (next.step >= next.work.end) {
+                    next.base += next.work.end - next.work.first, next.tile += gridDim.x;
+                    rfk_wide_enter(a, ahead, next, p);
+                    if (ONLY < RF_TYPE_COUNT) p.w.type = ONLY;
+                    if (next.tile < a.n_tiles) rfk_wgmma_blocks<TYPE, TEAM>(p, n_in, next.work.row0, block);
                 }
-                if (!next.ends) rfk_wgmma_fetch<TYPE, TEAM>(w, block, next.step, raw);
+                if (next.tile < a.n_tiles) rfk_wgmma_fetch<TYPE, TEAM>(p.w, block, next.step, raw);
             }
             rfk_wgmma_store_units<TYPE, TEAM>(unpacked, at.step, part, s.stage[turn.stage].w);
             rfk_wgmma_filled(full);
@@ -7642,19 +7592,18 @@ RFK_DEVICE void rfk_wide_fill(const rfk_wide_args &a, rfk_wide_shared &s, rfk_wi
  * one before them arrives. */
 RFK_DEVICE void rfk_wide_copy(const rfk_wide_args &a, rfk_wide_shared &s, rfk_wide_barriers &barriers) {
     rfk_wide_turn now = {0, 0}, behind = {0, 0};
-    rfk_wide_work left = rfk_wide_begin(a);
-    rfk_wide_tile tile;
-    uint32_t n_ahead = 0, row0;
+    uint32_t n_ahead = 0;
     RFK_UNROLL(1)
-    while (rfk_wide_take(a, left, tile)) {
-        const rfk_product p = rfk_wide_product(a, tile, &row0);
+    for (uint32_t tile = blockIdx.x; tile < a.n_tiles; tile += gridDim.x) {
+        rfk_wide_tile work;
+        const rfk_product p = rfk_wide_find(a, tile, work);
         RFK_UNROLL(1)
-        for (uint32_t step = tile.first; step < tile.end; step++) {
+        for (uint32_t step = work.first; step < work.end; step++) {
             rfk_mbarrier_wait(&barriers.stages.empty[now.stage], now.round ^ 1);
             if (threadIdx.x % RFK_WARPGROUP == 32 * now.stage)
-                rfk_wgmma_copy_x(a.t.m.x8, tile.col0, tile.n, step, s.stage[now.stage],
+                rfk_wgmma_copy_x(a.t.m.x8, work.col0, work.n, step, s.stage[now.stage],
                                  &barriers.stages.full[now.stage]);
-            rfk_wgmma_copy_w(p, a.t.m.n_in, row0, step, s.stage[now.stage].w);
+            rfk_wgmma_copy_w(p, a.t.m.n_in, work.row0, step, s.stage[now.stage].w);
             rfk_commit_copies();
             rfk_wgmma_next(now);
             if (n_ahead < 2) {
@@ -7677,50 +7626,37 @@ RFK_DEVICE void rfk_wide_copy(const rfk_wide_args &a, rfk_wide_shared &s, rfk_wi
 /* Where a row of a column is in rfk_wide_shared.out: the columns of a wave's lanes lie in different banks. */
 RFK_DEVICE uint32_t rfk_wide_row(uint32_t col, uint32_t row) { return row ^ (col / 2 % 4 * 8); }
 
-/* What another block wrote: not from L1, which does not see it. */
-RFK_DEVICE float rfk_load_written(const float *p) {
-#if defined(RFK_NVIDIA)
-    return __ldcg(p);
-#else
-    return *p;
-#endif
-}
-
-/* A barrier of a consumer's waves. */
-RFK_DEVICE void rfk_wide_meet(rfk_wide_barriers &barriers, uint32_t &n) {
-    rfk_mbarrier *put = &barriers.put[threadIdx.x / RFK_WARPGROUP];
+RFK_DEVICE void rfk_wide_meet(rfk_mbarrier *put, uint32_t &n) {
     rfk_sync_wave();
     if (threadIdx.x % 32 == 0) rfk_mbarrier_arrive(put);
     rfk_mbarrier_wait(put, n++);
 }
 
 /* Store a consumer's sums of a tile, on their way through shared memory: four rows of a column a thread. */
-RFK_DEVICE void rfk_wide_put_columns(const rfk_wide_args &a, const rfk_wide_barriers &barriers, uint32_t from,
-                                     const float (*out)[64]) {
+RFK_DEVICE void rfk_wide_put_columns(const rfk_wide_args &a, const rfk_product &p, const rfk_wide_tile &work,
+                                     uint32_t from, const float (*out)[64]) {
     const rfk_tiles_args &t = a.t;
-    const uint32_t group = threadIdx.x / RFK_WARPGROUP, thread = threadIdx.x % RFK_WARPGROUP, r = 4 * (thread % 16),
-                   row = group * 64 + r, row0 = barriers.row0[group],
-                   col_tiles = (t.m.n_cols + RFK_WGMMA_COLS - 1) / RFK_WGMMA_COLS;
-    const rfk_wide_tile &tile = barriers.tile[group];
-    const rfk_product &p = barriers.product[group];
+    const uint32_t thread = threadIdx.x % RFK_WARPGROUP, r = 4 * (thread % 16),
+                   row = threadIdx.x / RFK_WARPGROUP * 64 + r, col_tiles = (t.m.n_cols + RFK_WGMMA_COLS - 1) / RFK_WGMMA_COLS;
     RFK_UNROLL(1)
-    for (uint32_t c = thread / 16; c < RFK_WIDE_PUT && from + c < tile.n; c += RFK_WARPGROUP / 16) {
-        const uint32_t col = tile.col0 + from + c;
+    for (uint32_t c = thread / 16; c < RFK_WIDE_PUT && from + c < work.n; c += RFK_WARPGROUP / 16) {
+        const uint32_t col = work.col0 + from + c;
         float4 v = *reinterpret_cast<const float4 *>(&out[c][rfk_wide_row(c, r)]);
         const float unit = a.unit ? a.unit[col] : 1.0f;
         v.x *= unit, v.y *= unit, v.z *= unit, v.w *= unit;
         float results[4] = {v.x, v.y, v.z, v.w};
         if (t.part) { /* [row tiles, tiles of 128 columns, splits] */
-            const size_t number = (size_t)tile.row_tile * col_tiles + col / RFK_WGMMA_COLS;
-            *reinterpret_cast<float4 *>(t.part + ((number * t.n_splits + tile.split) * RFK_WGMMA_COLS +
+            const size_t tile = (size_t)work.row_tile * col_tiles + col / RFK_WGMMA_COLS;
+            *reinterpret_cast<float4 *>(t.part + ((tile * t.n_splits + work.split) * RFK_WGMMA_COLS +
                                                   col % RFK_WGMMA_COLS) * RFK_WGMMA_ROWS + row) = v;
-        } else if (row0 + row < p.n_out) {
-            rfk_put4(p, (row0 + row) / 4, col, results);
+        } else if (work.row0 + row < p.n_out) {
+            rfk_put4(p, (work.row0 + row) / 4, col, results);
         }
     }
 }
-RFK_DEVICE void rfk_wide_put(const rfk_wide_args &a, const float (&sum)[RFK_WIDE_COLS / 2], rfk_wide_shared &s,
-                             rfk_wide_barriers &barriers, uint32_t &n) {
+RFK_DEVICE void rfk_wide_put(const rfk_wide_args &a, const rfk_product &p, const rfk_wide_tile &work,
+                             const float (&sum)[RFK_WIDE_COLS / 2], rfk_wide_shared &s, rfk_mbarrier *put,
+                             uint32_t &n) {
     float(*out)[64] = s.out[threadIdx.x / RFK_WARPGROUP];
     const uint32_t RESULTS = RFK_WIDE_PUT / 2;
     RFK_UNROLL(4) /* not a loop: the sums must stay in registers */
@@ -7728,43 +7664,14 @@ RFK_DEVICE void rfk_wide_put(const rfk_wide_args &a, const float (&sum)[RFK_WIDE
         RFK_UNROLL(32)
         for (uint32_t i = 0; i < RESULTS; i++)
             out[rfk_wgmma_col(i)][rfk_wide_row(rfk_wgmma_col(i), rfk_wgmma_row(i))] = sum[RESULTS * part + i];
-        rfk_wide_meet(barriers, n);
-        rfk_wide_put_columns(a, barriers, RFK_WIDE_PUT * part, out);
-        rfk_wide_meet(barriers, n);
+        rfk_wide_meet(put, n);
+        rfk_wide_put_columns(a, p, work, RFK_WIDE_PUT * part, out);
+        rfk_wide_meet(put, n);
     }
-}
-
-/* Leave a consumer's piece of a tile.   True: it was the last one, and sum is that of all pieces */
-RFK_DEVICE bool rfk_wide_join(const rfk_wide_args &a, float (&sum)[RFK_WIDE_COLS / 2], rfk_wide_barriers &barriers,
-                              uint32_t &n) {
-    const uint32_t group = threadIdx.x / RFK_WARPGROUP, thread = threadIdx.x % RFK_WARPGROUP;
-    const rfk_wide_tile &tile = barriers.tile[group];
-    const uint32_t first_block = blockIdx.x - tile.piece;
-    const size_t PIECE = RFK_WIDE_COLS / 2 * RFK_WARPGROUP;
-    float *own = a.pieces + (((size_t)blockIdx.x * 2 + (tile.piece == 0)) * 2 + group) * PIECE + thread;
-    RFK_UNROLL(128)
-    for (uint32_t i = 0; i < RFK_WIDE_COLS / 2; i++) own[i * RFK_WARPGROUP] = sum[i];
-    __threadfence(); /* before the ticket */
-    rfk_wide_meet(barriers, n);
-    if (thread == 0) {
-        uint32_t *ticket = a.tickets + first_block * 2 + group;
-        barriers.is_last[group] = atomicAdd(ticket, 1u) == tile.n_pieces - 1;
-        if (barriers.is_last[group]) *ticket = 0;
-    }
-    rfk_wide_meet(barriers, n);
-    if (!barriers.is_last[group]) return false;
-    RFK_UNROLL(1)
-    for (uint32_t k = 0; k < tile.n_pieces; k++) {
-        const float *piece = a.pieces + (((size_t)(first_block + k) * 2 + (k == 0)) * 2 + group) * PIECE + thread;
-        RFK_UNROLL(128)
-        for (uint32_t i = 0; i < RFK_WIDE_COLS / 2; i++)
-            sum[i] = (k ? sum[i] : 0) + rfk_load_written(piece + i * RFK_WARPGROUP);
-    }
-    return true;
 }
 #endif
 
-/* grid [multiprocessors, or tiles if they are fewer and whole]   block 384   LDS 225 KiB   n_in % 64 == 0
+/* grid [multiprocessors, or tiles if they are fewer]   block 384   LDS 225 KiB   n_in % 64 == 0
  *   reads W once per 256 columns and x once per 128 rows */
 template <int TYPE, uint32_t ONLY = RF_TYPE_COUNT>
 static __global__ void RFK_RESIDENT(RFK_WIDE_BLOCK, 1) rfk_matmul_wide(rfk_wide_args a) {
@@ -7780,7 +7687,6 @@ static __global__ void RFK_RESIDENT(RFK_WIDE_BLOCK, 1) rfk_matmul_wide(rfk_wide_
         rfk_mbarrier_init(&barriers.stages.full[threadIdx.x], team + 1);
         rfk_mbarrier_init(&barriers.stages.empty[threadIdx.x], 2 * RFK_WARPGROUP / 32);
         if (threadIdx.x < 2) rfk_mbarrier_init(&barriers.put[threadIdx.x], RFK_WARPGROUP / 32);
-        if (threadIdx.x < 2) barriers.base[threadIdx.x] = 0;
     }
     __syncthreads();
     if (warpgroup == 2) {
@@ -7790,23 +7696,15 @@ static __global__ void RFK_RESIDENT(RFK_WIDE_BLOCK, 1) rfk_matmul_wide(rfk_wide_
     }
     const rfk_wgmma_operand w = rfk_wgmma_at(s.stage[0].w[64 * warpgroup]), x = rfk_wgmma_at(s.stage[0].x[0]);
     float sum[1][RFK_WIDE_COLS / 2];
-    rfk_wide_work left = rfk_wide_begin(a);
-    rfk_wide_tile tile;
+    rfk_wide_turn now = {0, 0};
     uint32_t n = 0;
     RFK_UNROLL(1)
-    while (rfk_wide_take(a, left, tile)) {
-        if (threadIdx.x % RFK_WARPGROUP == 0) {
-            barriers.tile[warpgroup] = tile;
-            barriers.product[warpgroup] = rfk_wide_product(a, tile, &barriers.row0[warpgroup]);
-        }
-        const uint32_t base = barriers.base[warpgroup], n_steps = tile.end - tile.first;
-        rfk_wide_turn now = {base % RFK_WIDE_STAGES, base / RFK_WIDE_STAGES % 2};
-        rfk_wgmma_multiply<RFK_WIDE_COLS, HALVES>(sum, w, x, sizeof s.stage[0] / sizeof(int4), n_steps,
+    for (uint32_t tile = blockIdx.x; tile < a.n_tiles; tile += gridDim.x) {
+        rfk_wide_tile work;
+        const rfk_product p = rfk_wide_find(a, tile, work);
+        rfk_wgmma_multiply<RFK_WIDE_COLS, HALVES>(sum, w, x, sizeof s.stage[0] / sizeof(int4), work.end - work.first,
                                                   barriers.stages, now);
-        rfk_wide_meet(barriers, n);
-        if (threadIdx.x % RFK_WARPGROUP == 0) barriers.base[warpgroup] = base + n_steps;
-        if (barriers.tile[warpgroup].n_pieces > 1 && !rfk_wide_join(a, sum[0], barriers, n)) continue;
-        rfk_wide_put(a, sum[0], s, barriers, n);
+        rfk_wide_put(a, p, work, sum[0], s, &barriers.put[warpgroup], n);
     }
 #else
     (void)a;
@@ -12333,8 +12231,7 @@ static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
                                 ? plan->n_vocab
                                 : 0; /* never grows: checks end and do not begin again */
     p->tile_blocks = 3 * p->dev->info.compute_units;
-    const uint64_t pieces = p->dev->wgmma ? 4ull * p->dev->info.compute_units : 0, /* of 128 columns: rfk_wide_args */
-                   tile_floats = (pieces ? pieces : p->tile_blocks) * RFK_LARGE_TILE_ROWS * RFK_LARGE_TILE_COLS,
+    const uint64_t tile_floats = (uint64_t)p->tile_blocks * RFK_LARGE_TILE_ROWS * RFK_LARGE_TILE_COLS,
                    tile_bytes = rows > RFK_MATVEC_COLS ? tile_floats * sizeof(float) : 0;
     uintptr_t at = (uintptr_t)memory;
     rfk_take_bytes(&at, &p->rows, p->n_batch * sizeof *p->rows);
@@ -12356,9 +12253,7 @@ static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
                    p->n_ropes ? (few < RFK_FEW_MAX ? few : RFK_FEW_MAX) * heads * p->decode_splits * (dim + 4) *
                                     sizeof *p->decode_part
                               : 0);
-    p->n_tickets = (uint32_t)(few * heads); /* of attention, or 2 a block: rfk_wide_args */
-    if (p->dev->wgmma && p->n_tickets < 2 * p->dev->info.compute_units) p->n_tickets = 2 * p->dev->info.compute_units;
-    rfk_take_bytes(&at, &p->tickets, p->n_tickets * sizeof *p->tickets);
+    rfk_take_bytes(&at, &p->tickets, few * heads * sizeof *p->tickets);
     rfk_take_bytes(&at, &p->kept_logits, n_kept * sizeof *p->kept_logits);
     rfk_take_bytes(&at, &p->differ, sizeof *p->differ);
     rfk_take_bytes(&at, &p->now, 2 * sizeof *p->now);
@@ -12377,6 +12272,7 @@ static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
     rfk_take_bytes(&at, &p->deferred.group, widest / 32 * sizeof *p->deferred.group);
     rfk_take_bytes(&at, &p->deferred_squares, widest / 32 * sizeof *p->deferred_squares);
     if (n_kept == 0) p->kept_logits = NULL;
+    p->n_tickets = (uint32_t)(few * heads);
     return at - (uintptr_t)memory + 256;
 }
 
@@ -13523,19 +13419,13 @@ static rf_result rfk_launch_wgmma(const rfk_launching *l, const rfk_wgmma_args *
     const rfk_config c = {grid, dim3(RFK_WGMMA_BLOCK), RFK_WGMMA_BYTES, 0, l->q->stream};
     return rfk_enqueue_config(l, rfk_find_wgmma(l->p->plan->weights[l->op->weight].type), c, *a);
 }
-/* Tiles of 256 columns. Tiles that do not fill the last turn of the blocks are shared, and those of the turn before: a
- * tile then has few pieces. */
+/* Tiles of 256 columns. */
 static rf_result rfk_launch_wide(const rfk_launching *l, const rfk_wgmma_args *narrow, uint32_t row_tiles) {
-    const rfk_tiles_args *t = &narrow->t;
-    const uint32_t n_units = l->p->dev->info.compute_units, steps = t->m.n_in / RFK_WGMMA_DEPTH,
-                   col_tiles = rfk_ceil_div(t->m.n_cols, RFK_WIDE_COLS), n_tiles = col_tiles * row_tiles * t->n_splits,
-                   turns = n_tiles / n_units;
-    rfk_wide_args a = {*t, narrow->unit, col_tiles, row_tiles, n_tiles, 0, steps % 4 ? 1u : 4u, l->p->tile_part,
-                       l->p->tickets};
-    if (n_tiles % n_units && t->n_splits == 1 && (uint64_t)n_tiles * steps >= RFK_WIDE_SHARE * n_units)
-        a.n_whole = turns > 1 ? (turns - 1) * n_units : 0, a.n_shared = n_tiles - a.n_whole;
-    const rfk_config c = {dim3(n_tiles < n_units && !a.n_shared ? n_tiles : n_units), dim3(RFK_WIDE_BLOCK),
-                          RFK_WIDE_BYTES, 0, l->q->stream};
+    const uint32_t n_units = l->p->dev->info.compute_units;
+    rfk_wide_args a = {narrow->t, narrow->unit, rfk_ceil_div(narrow->t.m.n_cols, RFK_WIDE_COLS), row_tiles, 0};
+    a.n_tiles = a.col_tiles * row_tiles * a.t.n_splits;
+    const rfk_config c = {dim3(a.n_tiles < n_units ? a.n_tiles : n_units), dim3(RFK_WIDE_BLOCK), RFK_WIDE_BYTES, 0,
+                          l->q->stream};
     return rfk_enqueue_config(l, rfk_find_wide(l->p->plan->weights[l->op->weight].type), c, a);
 }
 
