@@ -6933,7 +6933,10 @@ static __global__ void RFK_RESIDENT(RFK_FEW_WAVES *WAVE, 2) rfk_few(rfk_few_args
 #define RFK_WGMMA_BLOCK (2 * RFK_WARPGROUP)
 #define RFK_WIDE_COLS 256u
 #define RFK_WIDE_STAGES 4u
-#define RFK_WIDE_BLOCK (3 * RFK_WARPGROUP)
+/* Producer warpgroups: types that share a kernel take long to decode. Two leave a consumer the registers for products
+ * with 128 columns, one for 256: those read shared memory less. */
+#define RFK_WIDE_PRODUCERS(type) ((type) >= RF_TYPE_COUNT ? 2u : 1u)
+#define RFK_WIDE_BLOCK(type) ((2 + RFK_WIDE_PRODUCERS(type)) * RFK_WARPGROUP)
 #define RFK_WIDE_PUT 64u /* columns that pass through shared memory at once on their way out */
 #define RFK_WGMMA_RIGHT 1u
 #define RFK_WGMMA_WRONG 2u
@@ -7116,15 +7119,19 @@ RFK_DEVICE uint32_t rfk_wgmma_row(uint32_t i) {
 }
 RFK_DEVICE uint32_t rfk_wgmma_col(uint32_t i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
-/* The products of a stage with COLS columns, asynchronously: sum[n] has rows 64 n to 64 n + 63. */
-template <int COLS, bool F16, int N>
+/* The products of a stage with COLS columns, asynchronously: sum[n] has rows 64 n to 64 n + 63. Not WHOLE: by two
+ * instructions of half the columns. */
+template <int COLS, bool F16, bool WHOLE, int N>
 RFK_DEVICE void rfk_wgmma_step(float (&sum)[N][COLS / 2], rfk_wgmma_operand w, rfk_wgmma_operand x, bool add) {
     rfk_wgmma_fence();
     RFK_UNROLL(4)
     for (uint32_t k = 0; k < RFK_WGMMA_DEPTH / 16; k++)
         RFK_UNROLL(2)
-        for (uint32_t n = 0; n < N; n++)
-            rfk_wgmma<COLS, F16>(sum[n], w + 64 * 8 * n + 2 * k, x + 2 * k, k > 0 || add);
+        for (uint32_t n = 0; n < N; n++) {
+            rfk_wgmma<WHOLE ? COLS : COLS / 2, F16>(sum[n], w + 64 * 8 * n + 2 * k, x + 2 * k, k > 0 || add);
+            if (!WHOLE)
+                rfk_wgmma<COLS / 2, F16>(sum[n] + COLS / 4, w + 64 * 8 * n + 2 * k, x + 8 * COLS / 2 + 2 * k, k > 0 || add);
+        }
     rfk_wgmma_commit();
 }
 
@@ -7140,7 +7147,7 @@ template <int COLS, int N> RFK_DEVICE void rfk_wgmma_drain(float (&sum)[N][COLS 
 }
 
 /* A consumer's products of steps [first, end): it leaves a stage when the products of the next one have begun. */
-template <int COLS, bool F16, int N, uint32_t STAGES>
+template <int COLS, bool F16, bool WHOLE, int N, uint32_t STAGES>
 RFK_DEVICE void rfk_wgmma_multiply(float (&sum)[N][COLS / 2], rfk_wgmma_operand w, rfk_wgmma_operand x,
                                    uint32_t stage_words, uint32_t n_steps, rfk_mbarriers<STAGES> &barriers,
                                    rfk_wgmma_turn<STAGES> &now) {
@@ -7149,7 +7156,7 @@ RFK_DEVICE void rfk_wgmma_multiply(float (&sum)[N][COLS / 2], rfk_wgmma_operand 
     RFK_UNROLL(1)
     for (uint32_t i = 0; i < n_steps; i++) {
         rfk_mbarrier_wait(&barriers.full[now.stage], now.round);
-        rfk_wgmma_step<COLS, F16>(sum, w + now.stage * stage_words, x + now.stage * stage_words, i > 0);
+        rfk_wgmma_step<COLS, F16, WHOLE>(sum, w + now.stage * stage_words, x + now.stage * stage_words, i > 0);
         rfk_wgmma_wait<1>(); /* the previous step is done */
         if (i > 0 && arrives) rfk_mbarrier_arrive(&barriers.empty[before]);
         before = now.stage;
@@ -7430,7 +7437,7 @@ template <int COLS, bool F16>
 RFK_DEVICE void rfk_wgmma_consume(uint32_t n_steps, rfk_wgmma_shared &s, rfk_mbarriers<RFK_WGMMA_STAGES> &barriers) {
     float sum[2][COLS / 2];
     rfk_wgmma_turn<RFK_WGMMA_STAGES> now = {0, 0};
-    rfk_wgmma_multiply<COLS, F16>(sum, rfk_wgmma_at(s.stage[0].w[0]), rfk_wgmma_at(s.stage[0].x[0]),
+    rfk_wgmma_multiply<COLS, F16, true>(sum, rfk_wgmma_at(s.stage[0].w[0]), rfk_wgmma_at(s.stage[0].x[0]),
                                   sizeof s.stage[0] / sizeof(int4), n_steps, barriers, now);
     __syncthreads();
     RFK_UNROLL(2)
@@ -7541,13 +7548,15 @@ RFK_DEVICE void rfk_wide_enter(const rfk_wide_args &a, uint32_t ahead, rfk_wide_
     }
 }
 
-/* A producer warpgroup decodes the weights of its block's tiles; each team of TEAM waves fills every TEAMS-th stage. */
+/* Waves that fill a stage together. */
+#define RFK_WIDE_TEAM(type) (rfk_format<type>::STRIDE == 64 || (type) >= RF_TYPE_COUNT ? 4u : 2u)
+
+/* Producers decode the weights of their block's tiles; each team fills every TEAMS-th stage. */
 template <int TYPE, uint32_t ONLY>
 RFK_DEVICE void rfk_wide_fill(const rfk_wide_args &a, rfk_wide_shared &s, rfk_wide_barriers &barriers) {
-    const uint32_t TEAM = rfk_format<TYPE>::STRIDE == 64 || TYPE >= RF_TYPE_COUNT ? 4 : 2, TEAMS = 4 / TEAM,
-                   n_in = a.t.m.n_in;
+    const uint32_t TEAM = RFK_WIDE_TEAM(TYPE), TEAMS = 4 * RFK_WIDE_PRODUCERS(TYPE) / TEAM, n_in = a.t.m.n_in;
     typedef rfk_wgmma_decoder<TYPE, TEAM> D;
-    const uint32_t wave = threadIdx.x % RFK_WARPGROUP / 32, ahead = wave / TEAM * D::UNITS;
+    const uint32_t wave = threadIdx.x / 32 - 2 * RFK_WARPGROUP / 32, ahead = wave / TEAM * D::UNITS;
     rfk_wide_place at = {{0, 0, 0, 0, 0, 0, 0}, blockIdx.x, 0, 0};
     rfk_product p = a.t.m.part[0];
     rfk_raw raw[D::N];
@@ -7674,26 +7683,28 @@ RFK_DEVICE void rfk_wide_put(const rfk_wide_args &a, const rfk_product &p, const
 /* grid [multiprocessors, or tiles if they are fewer]   block 384   LDS 225 KiB   n_in % 64 == 0
  *   reads W once per 256 columns and x once per 128 rows */
 template <int TYPE, uint32_t ONLY = RF_TYPE_COUNT>
-static __global__ void RFK_RESIDENT(RFK_WIDE_BLOCK, 1) rfk_matmul_wide(rfk_wide_args a) {
+static __global__ void RFK_RESIDENT(RFK_WIDE_BLOCK(TYPE), 1) rfk_matmul_wide(rfk_wide_args a) {
 #if defined(RFK_HAS_WGMMA)
     const bool HALVES = TYPE == RF_TYPE_F16, COPIED = HALVES || TYPE == RF_TYPE_BF16;
     RFK_SHARED(rfk_wide_barriers, barriers);
     RFK_DYNAMIC(int4, memory);
     rfk_wide_shared &s = rfk_wgmma_memory<rfk_wide_shared>(memory);
     const uint32_t warpgroup = rfk_same_in_wave(threadIdx.x / RFK_WARPGROUP);
-    typedef rfk_wgmma_decoder<COPIED ? RF_TYPE_Q8_0 : TYPE, 2> D;
-    const uint32_t team = !COPIED && D::UNITS == 1 && TYPE < RF_TYPE_COUNT ? 2 : 4;
+    const int DECODED = COPIED ? RF_TYPE_Q8_0 : TYPE;
+    const uint32_t team = COPIED ? 4 : RFK_WIDE_TEAM(DECODED);
     if (threadIdx.x < RFK_WIDE_STAGES) {
         rfk_mbarrier_init(&barriers.stages.full[threadIdx.x], team + 1);
         rfk_mbarrier_init(&barriers.stages.empty[threadIdx.x], 2 * RFK_WARPGROUP / 32);
         if (threadIdx.x < 2) rfk_mbarrier_init(&barriers.put[threadIdx.x], RFK_WARPGROUP / 32);
     }
     __syncthreads();
-    if (warpgroup == 2) {
+    if (warpgroup >= 2) {
+        if (RFK_WIDE_PRODUCERS(TYPE) > 1) rfk_shrink_registers<88>();
         if (COPIED) rfk_wide_copy(a, s, barriers);
-        else rfk_wide_fill<COPIED ? RF_TYPE_Q8_0 : TYPE, ONLY>(a, s, barriers);
+        else rfk_wide_fill<DECODED, ONLY>(a, s, barriers);
         return;
     }
+    if (RFK_WIDE_PRODUCERS(TYPE) > 1) rfk_grow_registers<168>();
     const rfk_wgmma_operand w = rfk_wgmma_at(s.stage[0].w[64 * warpgroup]), x = rfk_wgmma_at(s.stage[0].x[0]);
     float sum[1][RFK_WIDE_COLS / 2];
     rfk_wide_turn now = {0, 0};
@@ -7702,7 +7713,7 @@ static __global__ void RFK_RESIDENT(RFK_WIDE_BLOCK, 1) rfk_matmul_wide(rfk_wide_
     for (uint32_t tile = blockIdx.x; tile < a.n_tiles; tile += gridDim.x) {
         rfk_wide_tile work;
         const rfk_product p = rfk_wide_find(a, tile, work);
-        rfk_wgmma_multiply<RFK_WIDE_COLS, HALVES>(sum, w, x, sizeof s.stage[0] / sizeof(int4), work.end - work.first,
+        rfk_wgmma_multiply<RFK_WIDE_COLS, HALVES, RFK_WIDE_PRODUCERS(TYPE) == 1>(sum, w, x, sizeof s.stage[0] / sizeof(int4), work.end - work.first,
                                                   barriers.stages, now);
         rfk_wide_put(a, p, work, sum[0], s, &barriers.put[warpgroup], n);
     }
@@ -7758,7 +7769,7 @@ template <int COLS, bool F16, int N> RFK_DEVICE bool rfk_wgmma_is_right(int4 (*r
     rfk_fence_async_proxy();
     __syncthreads();
     float sum[N][COLS / 2];
-    rfk_wgmma_step<COLS, F16>(sum, rfk_wgmma_at(rows[0]), rfk_wgmma_at(rows[64 * N]), false);
+    rfk_wgmma_step<COLS, F16, true>(sum, rfk_wgmma_at(rows[0]), rfk_wgmma_at(rows[64 * N]), false);
     rfk_wgmma_drain<COLS>(sum);
     float results[N * COLS / 2]; /* in private memory */
     RFK_UNROLL(128)
@@ -13421,12 +13432,12 @@ static rf_result rfk_launch_wgmma(const rfk_launching *l, const rfk_wgmma_args *
 }
 /* Tiles of 256 columns. */
 static rf_result rfk_launch_wide(const rfk_launching *l, const rfk_wgmma_args *narrow, uint32_t row_tiles) {
-    const uint32_t n_units = l->p->dev->info.compute_units;
+    const uint32_t n_units = l->p->dev->info.compute_units, type = l->p->plan->weights[l->op->weight].type;
     rfk_wide_args a = {narrow->t, narrow->unit, rfk_ceil_div(narrow->t.m.n_cols, RFK_WIDE_COLS), row_tiles, 0};
     a.n_tiles = a.col_tiles * row_tiles * a.t.n_splits;
-    const rfk_config c = {dim3(a.n_tiles < n_units ? a.n_tiles : n_units), dim3(RFK_WIDE_BLOCK), RFK_WIDE_BYTES, 0,
-                          l->q->stream};
-    return rfk_enqueue_config(l, rfk_find_wide(l->p->plan->weights[l->op->weight].type), c, a);
+    const rfk_config c = {dim3(a.n_tiles < n_units ? a.n_tiles : n_units), dim3(RFK_WIDE_BLOCK(rfk_kernel_type(type))), RFK_WIDE_BYTES,
+                          0, l->q->stream};
+    return rfk_enqueue_config(l, rfk_find_wide(type), c, a);
 }
 
 /* Tiles of 16-bit floats, on wgmma. */

@@ -2594,8 +2594,9 @@ static void bfloats_cases(uint32_t device) {
     /* several tiles a block: of odd numbers of steps, of a single one, of steps that share units */
     const MatmulCase wide[] = {{RF_TYPE_F16, 192, 700, 300, 1, device}, {RF_TYPE_Q8_0, 64, 1500, 300, 2, device},
                                {RF_TYPE_Q8_0, 320, 700, 300, 0, device}, {RF_TYPE_Q6_K, 512, 700, 300, 3, device},
-                               {RF_TYPE_IQ4_NL, 96 * 2, 700, 300, 1, device}};
-    for (int i = 0; i < 5; i++) matmul_case(wide[i]);
+                               {RF_TYPE_IQ4_NL, 192, 700, 300, 1, device}, {RF_TYPE_Q3_K, 512, 700, 300, 2, device},
+                               {RF_TYPE_Q4_K, 2048, 300, 300, 1, device}, {RF_TYPE_MXFP4, 320, 700, 300, 0, device}};
+    for (int i = 0; i < 8; i++) matmul_case(wide[i]);
     MatmulCase odd = {RF_TYPE_Q8_0, 96, 20, 70, 0, device}; /* half a step: int8 */
     matmul_case(odd);
     together_case(RF_TYPE_Q4_K, RF_TYPE_Q6_K, 256, 66, device, true);
