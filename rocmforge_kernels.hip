@@ -6933,8 +6933,9 @@ static __global__ void RFK_RESIDENT(RFK_FEW_WAVES *WAVE, 2) rfk_few(rfk_few_args
 #define RFK_WGMMA_BLOCK (2 * RFK_WARPGROUP)
 #define RFK_WIDE_COLS 256u
 #define RFK_WIDE_STAGES 4u
-/* Producer warpgroups: types that share a kernel take long to decode. Two leave a consumer the registers for products
- * with 128 columns, one for 256: those read shared memory less. */
+/* Producer warpgroups: types that share a kernel take long to decode, and have two. They leave a consumer the registers
+ * for products with 128 columns, one producer for 256: those read shared memory less. Nor have two the registers to
+ * find the next tile: their blocks do a single one. */
 #define RFK_WIDE_PRODUCERS(type) ((type) >= RF_TYPE_COUNT ? 2u : 1u)
 #define RFK_WIDE_BLOCK(type) ((2 + RFK_WIDE_PRODUCERS(type)) * RFK_WARPGROUP)
 #define RFK_WIDE_PUT 64u /* columns that pass through shared memory at once on their way out */
@@ -7549,14 +7550,14 @@ RFK_DEVICE void rfk_wide_enter(const rfk_wide_args &a, uint32_t ahead, rfk_wide_
 }
 
 /* Waves that fill a stage together. */
-#define RFK_WIDE_TEAM(type) (rfk_format<type>::STRIDE == 64 || (type) >= RF_TYPE_COUNT ? 4u : 2u)
+#define RFK_WIDE_TEAM(type) (rfk_format<type>::STRIDE == 64 || RFK_WIDE_PRODUCERS(type) > 1 ? 4u : 2u)
 
-/* Producers decode the weights of their block's tiles; each team fills every TEAMS-th stage. */
+/* A producer warpgroup decodes the weights of its block's tiles; each team of waves fills every TEAMS-th stage. */
 template <int TYPE, uint32_t ONLY>
 RFK_DEVICE void rfk_wide_fill(const rfk_wide_args &a, rfk_wide_shared &s, rfk_wide_barriers &barriers) {
-    const uint32_t TEAM = RFK_WIDE_TEAM(TYPE), TEAMS = 4 * RFK_WIDE_PRODUCERS(TYPE) / TEAM, n_in = a.t.m.n_in;
+    const uint32_t TEAM = RFK_WIDE_TEAM(TYPE), TEAMS = 4 / TEAM, n_in = a.t.m.n_in;
     typedef rfk_wgmma_decoder<TYPE, TEAM> D;
-    const uint32_t wave = threadIdx.x / 32 - 2 * RFK_WARPGROUP / 32, ahead = wave / TEAM * D::UNITS;
+    const uint32_t wave = threadIdx.x % RFK_WARPGROUP / 32, ahead = wave / TEAM * D::UNITS;
     rfk_wide_place at = {{0, 0, 0, 0, 0, 0, 0}, blockIdx.x, 0, 0};
     rfk_product p = a.t.m.part[0];
     rfk_raw raw[D::N];
@@ -7594,6 +7595,38 @@ RFK_DEVICE void rfk_wide_fill(const rfk_wide_args &a, rfk_wide_shared &s, rfk_wi
             rfk_wgmma_filled(full);
         }
         at = next;
+    }
+}
+
+/* One of two producer warpgroups decodes the weights of its block's tile: every second step, or two of four. */
+template <int TYPE, uint32_t ONLY>
+RFK_DEVICE void rfk_wide_fill_one(const rfk_wide_args &a, rfk_wide_shared &s, rfk_wide_barriers &barriers) {
+    typedef rfk_wgmma_decoder<TYPE, 4> D;
+    rfk_wide_tile work;
+    rfk_product p = rfk_wide_find(a, blockIdx.x, work);
+    const uint32_t first = work.first + D::UNITS * (threadIdx.x / RFK_WARPGROUP - 2);
+    rfk_raw raw[D::N];
+    size_t block[D::ROWS];
+    if (first >= work.end) return;
+    if (ONLY < RF_TYPE_COUNT) p.w.type = ONLY;
+    rfk_wgmma_blocks<TYPE, 4>(p, a.t.m.n_in, work.row0, block);
+    rfk_wgmma_fetch<TYPE, 4>(p.w, block, first, raw);
+    RFK_UNROLL(1)
+    for (uint32_t step = first; step < work.end; step += 2 * D::UNITS) {
+        RFK_UNROLL(2)
+        for (uint32_t part = 0; part < D::UNITS; part++) {
+            const uint32_t i = step + part - work.first, stage = i % RFK_WIDE_STAGES;
+            rfk_mbarrier *full = &barriers.stages.full[stage];
+            rfk_mbarrier_wait(&barriers.stages.empty[stage], i / RFK_WIDE_STAGES % 2 ^ 1);
+            if (threadIdx.x % RFK_WARPGROUP == 0)
+                rfk_wgmma_copy_x(a.t.m.x8, work.col0, work.n, step + part, s.stage[stage], full);
+            rfk_unit unpacked[D::N];
+            rfk_wgmma_unpack<TYPE, 4>(raw, step, unpacked);
+            if (part + 1 == D::UNITS) /* what is fetched arrives while the step's are stored */
+                rfk_wgmma_fetch<TYPE, 4>(p.w, block, step + 2 * D::UNITS < work.end ? step + 2 * D::UNITS : step, raw);
+            rfk_wgmma_store_units<TYPE, 4>(unpacked, step, part, s.stage[stage].w);
+            rfk_wgmma_filled(full);
+        }
     }
 }
 
@@ -7680,7 +7713,7 @@ RFK_DEVICE void rfk_wide_put(const rfk_wide_args &a, const rfk_product &p, const
 }
 #endif
 
-/* grid [multiprocessors, or tiles if they are fewer]   block 384   LDS 225 KiB   n_in % 64 == 0
+/* grid [multiprocessors, or tiles if they are fewer; with two producers: tiles]   block 384 or 512   LDS 225 KiB   n_in % 64 == 0
  *   reads W once per 256 columns and x once per 128 rows */
 template <int TYPE, uint32_t ONLY = RF_TYPE_COUNT>
 static __global__ void RFK_RESIDENT(RFK_WIDE_BLOCK(TYPE), 1) rfk_matmul_wide(rfk_wide_args a) {
@@ -7701,6 +7734,7 @@ static __global__ void RFK_RESIDENT(RFK_WIDE_BLOCK(TYPE), 1) rfk_matmul_wide(rfk
     if (warpgroup >= 2) {
         if (RFK_WIDE_PRODUCERS(TYPE) > 1) rfk_shrink_registers<88>();
         if (COPIED) rfk_wide_copy(a, s, barriers);
+        else if (RFK_WIDE_PRODUCERS(TYPE) > 1) rfk_wide_fill_one<DECODED, ONLY>(a, s, barriers);
         else rfk_wide_fill<DECODED, ONLY>(a, s, barriers);
         return;
     }
@@ -13435,8 +13469,9 @@ static rf_result rfk_launch_wide(const rfk_launching *l, const rfk_wgmma_args *n
     const uint32_t n_units = l->p->dev->info.compute_units, type = l->p->plan->weights[l->op->weight].type;
     rfk_wide_args a = {narrow->t, narrow->unit, rfk_ceil_div(narrow->t.m.n_cols, RFK_WIDE_COLS), row_tiles, 0};
     a.n_tiles = a.col_tiles * row_tiles * a.t.n_splits;
-    const rfk_config c = {dim3(a.n_tiles < n_units ? a.n_tiles : n_units), dim3(RFK_WIDE_BLOCK(rfk_kernel_type(type))), RFK_WIDE_BYTES,
-                          0, l->q->stream};
+    const bool stays = RFK_WIDE_PRODUCERS(rfk_kernel_type(type)) == 1;
+    const rfk_config c = {dim3(stays && a.n_tiles > n_units ? n_units : a.n_tiles),
+                          dim3(RFK_WIDE_BLOCK(rfk_kernel_type(type))), RFK_WIDE_BYTES, 0, l->q->stream};
     return rfk_enqueue_config(l, rfk_find_wide(type), c, a);
 }
 
