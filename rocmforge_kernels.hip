@@ -7131,7 +7131,8 @@ RFK_DEVICE void rfk_wgmma_step(float (&sum)[N][COLS / 2], rfk_wgmma_operand w, r
         for (uint32_t n = 0; n < N; n++) {
             rfk_wgmma<WHOLE ? COLS : COLS / 2, F16>(sum[n], w + 64 * 8 * n + 2 * k, x + 2 * k, k > 0 || add);
             if (!WHOLE)
-                rfk_wgmma<COLS / 2, F16>(sum[n] + COLS / 4, w + 64 * 8 * n + 2 * k, x + 8 * COLS / 2 + 2 * k, k > 0 || add);
+                rfk_wgmma<COLS / 2, F16>(sum[n] + COLS / 4, w + 64 * 8 * n + 2 * k, x + 8 * COLS / 2 + 2 * k,
+                                         k > 0 || add);
         }
     rfk_wgmma_commit();
 }
@@ -7679,7 +7680,8 @@ RFK_DEVICE void rfk_wide_put_columns(const rfk_wide_args &a, const rfk_product &
                                      uint32_t from, const float (*out)[64]) {
     const rfk_tiles_args &t = a.t;
     const uint32_t thread = threadIdx.x % RFK_WARPGROUP, r = 4 * (thread % 16),
-                   row = threadIdx.x / RFK_WARPGROUP * 64 + r, col_tiles = (t.m.n_cols + RFK_WGMMA_COLS - 1) / RFK_WGMMA_COLS;
+                   row = threadIdx.x / RFK_WARPGROUP * 64 + r,
+                   col_tiles = (t.m.n_cols + RFK_WGMMA_COLS - 1) / RFK_WGMMA_COLS;
     RFK_UNROLL(1)
     for (uint32_t c = thread / 16; c < RFK_WIDE_PUT && from + c < work.n; c += RFK_WARPGROUP / 16) {
         const uint32_t col = work.col0 + from + c;
@@ -7713,8 +7715,8 @@ RFK_DEVICE void rfk_wide_put(const rfk_wide_args &a, const rfk_product &p, const
 }
 #endif
 
-/* grid [multiprocessors, or tiles if they are fewer; with two producers: tiles]   block 384 or 512   LDS 225 KiB   n_in % 64 == 0
- *   reads W once per 256 columns and x once per 128 rows */
+/* grid [multiprocessors, or tiles if they are fewer; with two producers: tiles]   block 384 or 512   LDS 225 KiB
+ *   n_in % 64 == 0   reads W once per 256 columns and x once per 128 rows */
 template <int TYPE, uint32_t ONLY = RF_TYPE_COUNT>
 static __global__ void RFK_RESIDENT(RFK_WIDE_BLOCK(TYPE), 1) rfk_matmul_wide(rfk_wide_args a) {
 #if defined(RFK_HAS_WGMMA)
@@ -7747,8 +7749,8 @@ static __global__ void RFK_RESIDENT(RFK_WIDE_BLOCK(TYPE), 1) rfk_matmul_wide(rfk
     for (uint32_t tile = blockIdx.x; tile < a.n_tiles; tile += gridDim.x) {
         rfk_wide_tile work;
         const rfk_product p = rfk_wide_find(a, tile, work);
-        rfk_wgmma_multiply<RFK_WIDE_COLS, HALVES, RFK_WIDE_PRODUCERS(TYPE) == 1>(sum, w, x, sizeof s.stage[0] / sizeof(int4), work.end - work.first,
-                                                  barriers.stages, now);
+        rfk_wgmma_multiply<RFK_WIDE_COLS, HALVES, RFK_WIDE_PRODUCERS(TYPE) == 1>(
+            sum, w, x, sizeof s.stage[0] / sizeof(int4), work.end - work.first, barriers.stages, now);
         rfk_wide_put(a, p, work, sum[0], s, &barriers.put[warpgroup], n);
     }
 #else
