@@ -6921,7 +6921,8 @@ static __global__ void RFK_RESIDENT(RFK_FEW_WAVES *WAVE, 2) rfk_few(rfk_few_args
  * scaled by a power of two first, the error is 2^-11 of a value.
  * rfk_matmul_wgmma: 128 rows of W by up to 128 columns, one consumer, two blocks a multiprocessor.
  * rfk_matmul_wide: 128 rows by 256 columns, two consumers of 64 rows each: shared memory is read the least. Its blocks
- * stay, and do one tile after another: the producer is at the next tile while the consumers store the one before.
+ * are persistent, and do one tile after another: the producer is at the next tile while the consumers store the one
+ * before. Types with two producers have a block a tile (RFK_WIDE_PRODUCERS).
  * PTX ISA 8.7, "Asynchronous Warpgroup Level Matrix Instructions", "mbarrier". The n-th wait for an mbarrier returns
  * after n times the arrivals (and bytes) that it was made for. */
 
@@ -6979,7 +6980,7 @@ struct rfk_wgmma_columns {
 /* full: W and x of a stage are there: a producer's waves and a bulk copy arrive. empty: the consumers' waves are done
  * with it. */
 template <uint32_t STAGES> struct rfk_mbarriers { rfk_mbarrier full[STAGES], empty[STAGES]; };
-/* The stage of the next step, and for the how-maniest time that one, odd or even. */
+/* The stage of the next step, and the parity of how often it was used before: that of its mbarriers' phase. */
 template <uint32_t STAGES> struct rfk_wgmma_turn {
     uint32_t stage, round;
 };
@@ -7148,7 +7149,7 @@ template <int COLS, int N> RFK_DEVICE void rfk_wgmma_drain(float (&sum)[N][COLS 
 #endif
 }
 
-/* A consumer's products of steps [first, end): it leaves a stage when the products of the next one have begun. */
+/* A consumer's products of the next n_steps steps: it leaves a stage when those of the stage after it have begun. */
 template <int COLS, bool F16, bool WHOLE, int N, uint32_t STAGES>
 RFK_DEVICE void rfk_wgmma_multiply(float (&sum)[N][COLS / 2], rfk_wgmma_operand w, rfk_wgmma_operand x,
                                    uint32_t stage_words, uint32_t n_steps, rfk_mbarriers<STAGES> &barriers,
@@ -7203,7 +7204,7 @@ RFK_DEVICE void rfk_wgmma_store(int4 *row, uint32_t i, uint32_t word, const int 
     }
 }
 
-/* A block's rows of W from row0 on, n columns of x, up to 128 a consumer, and depth steps [first, end). Columns are
+/* A block's rows of W from row0 on, n columns of x, up to 128, and depth steps [first, end). Columns are
  * adjacent from col0 on (x_row NULL), or those of pairs: x_row is a column's first word, plus what its words are
  * swizzled by. */
 struct rfk_wgmma_tile {
@@ -7350,7 +7351,8 @@ RFK_DEVICE void rfk_wgmma_fill(const rfk_matmul_args &a, const rfk_product &p, c
                 rfk_mbarrier_wait(&barriers.empty[copied.stage], copied.round ^ 1);
                 if (tile.x_row) rfk_wgmma_copy_pairs(a.x8, tile, next, s.stage[copied.stage]);
                 else if (threadIdx.x % RFK_WARPGROUP == 0)
-                    rfk_wgmma_copy_x(a.x8, tile.col0, tile.n, next, s.stage[now.stage], &barriers.full[now.stage]);
+                    rfk_wgmma_copy_x(a.x8, tile.col0, tile.n, next, s.stage[copied.stage],
+                                     &barriers.full[copied.stage]);
                 rfk_wgmma_next(copied);
             }
             if (tile.x_row) rfk_commit_copies();
@@ -13471,8 +13473,8 @@ static rf_result rfk_launch_wide(const rfk_launching *l, const rfk_wgmma_args *n
     const uint32_t n_units = l->p->dev->info.compute_units, type = l->p->plan->weights[l->op->weight].type;
     rfk_wide_args a = {narrow->t, narrow->unit, rfk_ceil_div(narrow->t.m.n_cols, RFK_WIDE_COLS), row_tiles, 0};
     a.n_tiles = a.col_tiles * row_tiles * a.t.n_splits;
-    const bool stays = RFK_WIDE_PRODUCERS(rfk_kernel_type(type)) == 1;
-    const rfk_config c = {dim3(stays && a.n_tiles > n_units ? n_units : a.n_tiles),
+    const bool persistent = RFK_WIDE_PRODUCERS(rfk_kernel_type(type)) == 1;
+    const rfk_config c = {dim3(persistent && a.n_tiles > n_units ? n_units : a.n_tiles),
                           dim3(RFK_WIDE_BLOCK(rfk_kernel_type(type))), RFK_WIDE_BYTES, 0, l->q->stream};
     return rfk_enqueue_config(l, rfk_find_wide(type), c, a);
 }
