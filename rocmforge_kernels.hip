@@ -570,27 +570,30 @@ template <> struct rfk_format<RF_TYPE_Q5_1> {
     }
 };
 
+/* Byte i of a word as a float. On NVIDIA's cards a conversion has an eighth of the speed of these two operations. */
+RFK_DEVICE float rfk_byte_float(uint32_t word, uint32_t i) {
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
+    return rfk_as_float(__byte_perm(word, 0x4b000000u, 0x7540u | i)) - 8388608.0f;
+#else
+    return (float)((word >> (8 * i)) & 255);
+#endif
+}
+
 /* Scales of sub-blocks 2c and 2c+1 of a Q4_K or Q5_K block from its first 16 bytes: d, dmin, 12 bytes of 6-bit pairs
  * (the last four sub-blocks keep their upper two bits in the upper bits of the first eight bytes). */
 RFK_DEVICE void rfk_k_scales(const int4 &head, uint32_t c, rfk_unit &o) {
-    uint32_t shift = 16 * (c & 1), scale, minimum;
-    uint32_t a = (uint32_t)head.y >> shift, b = (uint32_t)head.z >> shift, e = (uint32_t)head.w >> shift;
-    if (c < 2) {
-        scale = a & 0x3f3f;
-        minimum = b & 0x3f3f;
-    } else {
-        scale = (e & 0x0f0f) | ((a >> 2) & 0x3030);
-        minimum = ((e >> 4) & 0x0f0f) | ((b >> 2) & 0x3030);
-    }
+    const uint32_t first = 2 * (c & 1), a = (uint32_t)head.y, b = (uint32_t)head.z, e = (uint32_t)head.w;
+    const uint32_t scales = c < 2 ? a & 0x3f3f3f3f : (e & 0x0f0f0f0f) | ((a >> 2) & 0x30303030),
+                   minima = c < 2 ? b & 0x3f3f3f3f : ((e >> 4) & 0x0f0f0f0f) | ((b >> 2) & 0x30303030);
     float d = rfk_from_half((uint16_t)((uint32_t)head.x & 0xffff)),
           dmin = rfk_from_half((uint16_t)((uint32_t)head.x >> 16));
-    o.d[0] = d * (float)(scale & 255);
-    o.d[1] = d * (float)((scale >> 8) & 255);
     o.dmin = dmin;
-    o.min_q[0] = (float)(minimum & 255);
-    o.min_q[1] = (float)((minimum >> 8) & 255);
-    o.m[0] = dmin * o.min_q[0];
-    o.m[1] = dmin * o.min_q[1];
+    RFK_UNROLL(2)
+    for (uint32_t h = 0; h < 2; h++) {
+        o.d[h] = d * rfk_byte_float(scales, first + h);
+        o.min_q[h] = rfk_byte_float(minima, first + h);
+        o.m[h] = dmin * o.min_q[h];
+    }
 }
 
 template <> struct rfk_format<RF_TYPE_Q4_K> {
@@ -648,8 +651,8 @@ template <> struct rfk_format<RF_TYPE_Q6_K> {
             o.q[4 + k] |= (int)(((uint32_t)high[k] >> (shift + 4)) & 0x03030303u) << 4;
         }
         float d = rfk_from_half((uint16_t)r.f);
-        o.d[0] = d * (float)(int8_t)r.c;
-        o.d[1] = d * (float)(int8_t)r.e;
+        o.d[0] = d * (rfk_byte_float(r.c ^ 128, 0) - 128);
+        o.d[1] = d * (rfk_byte_float(r.e ^ 128, 0) - 128);
     }
 };
 
@@ -1149,9 +1152,10 @@ enum { RFK_OTHER32 = RF_TYPE_COUNT, RFK_OTHER16, RFK_OTHER };
 
 /* Types with kernels of their own: rows of floats, and quantized rows. */
 #define RFK_FLOAT_TYPES(X) X(RF_TYPE_F32) X(RF_TYPE_F16) X(RF_TYPE_BF16)
-#define RFK_QUANTIZED_TYPES(X)                                                                                       \
+#define RFK_NARROW_TYPES(X)                                                                                          \
     X(RF_TYPE_Q8_0) X(RF_TYPE_Q4_0) X(RF_TYPE_Q4_1) X(RF_TYPE_Q5_0) X(RF_TYPE_Q5_1) X(RF_TYPE_Q4_K) X(RF_TYPE_Q5_K)  \
-    X(RF_TYPE_Q6_K) X(RF_TYPE_Q2_K) X(RFK_OTHER32) X(RFK_OTHER16)
+    X(RF_TYPE_Q6_K) X(RF_TYPE_Q2_K)
+#define RFK_QUANTIZED_TYPES(X) RFK_NARROW_TYPES(X) X(RFK_OTHER32) X(RFK_OTHER16)
 
 /* Whether this build has kernels for a type or class (ROCMFORGE_TYPES). Tables of kernels hold RFK_BUILT of each type:
  * for a type that is left out, kernels of another, which are never launched, because op_supported refuses the type. */
@@ -1436,6 +1440,7 @@ struct rfk_int8_rows {
     int *q;           /* [rows, n / 4] words of four int8, or bf16; NULL: not wanted */
     rfk_group *group; /* [rows, n / 32] */
     uint32_t bf16; /* not 0: the number of rows, and q is [n / 64, rows, 64] bf16, each 64 values rfk_swizzled */
+    uint32_t n_in; /* bf16: not 0: in the order of rfk_bf16_at, and a row has vectors of n_in values */
 };
 
 /* Two floats to bf16, rounded to nearest even, `low` in the lower half. */
@@ -1503,15 +1508,33 @@ RFK_DEVICE void rfk_quantize4(const rfk_int8_rows &to, size_t row, uint32_t n, u
     }
 }
 
+/* Where rfk_matmul_narrow wants value k of a row's vector, which is even, and the next: [vector][n_in / 128][2][row][64],
+ * 64 being a swizzled row of an operand. A lane of four has 16 adjacent values and those 32 after them, from 64 (lane
+ * / 2) + 16 (lane % 2) of 128 on; its 4 positions of each 16 are 4 of them. Positions beyond n_in are 0. */
+RFK_DEVICE uint32_t *rfk_bf16_at(const rfk_int8_rows &to, uint32_t row, uint32_t vector, uint32_t k) {
+    const uint32_t lane = k / 64 % 2 * 2 + k / 16 % 2,
+                   tile = (vector * ((to.n_in + 127) / 128) + k / 128) * 2 + k / 32 % 2;
+    return reinterpret_cast<uint32_t *>(to.q) + ((size_t)tile * to.bf16 + row) * 32 +
+           rfk_swizzled(row, k % 16 / 2) * 4 + lane;
+}
+
 /* The same to int8 or bf16, whichever the next matmul takes; as bf16, 64 values of all rows lie together. */
 template <int WAVE>
 RFK_DEVICE void rfk_convert4(const rfk_int8_rows &to, size_t row, uint32_t n, uint32_t i, const float *x, bool inside) {
     if (!to.bf16) return rfk_quantize4<WAVE>(to, row, n, i, x, inside);
     if (!inside) return;
-    uint2 *word = reinterpret_cast<uint2 *>(reinterpret_cast<int4 *>(to.q) + (i / 16 * (size_t)to.bf16 + row) * 8 +
-                                            rfk_swizzled((uint32_t)row, i % 16 / 2));
     uint2 v;
     v.x = rfk_to_bf16x2(x[0], x[1]), v.y = rfk_to_bf16x2(x[2], x[3]);
+    if (to.n_in) {
+        const uint32_t vector = 4 * i < to.n_in ? 0 : 4 * i / to.n_in, k = 4 * i - vector * to.n_in;
+        *rfk_bf16_at(to, (uint32_t)row, vector, k) = v.x;
+        *rfk_bf16_at(to, (uint32_t)row, vector, k + 2) = v.y;
+        for (uint32_t beyond = to.n_in; k + 4 == to.n_in && beyond % 128; beyond += 2)
+            *rfk_bf16_at(to, (uint32_t)row, vector, beyond) = 0;
+        return;
+    }
+    uint2 *word = reinterpret_cast<uint2 *>(reinterpret_cast<int4 *>(to.q) + (i / 16 * (size_t)to.bf16 + row) * 8 +
+                                            rfk_swizzled((uint32_t)row, i % 16 / 2));
     word[i % 2] = v;
 }
 
@@ -7010,6 +7033,16 @@ RFK_DEVICE rfk_wgmma_operand rfk_wgmma_at(const int4 *rows) { return rows; }
 template <int COLS, bool F16> RFK_DEVICE void rfk_wgmma(float *sum, rfk_wgmma_operand w, rfk_wgmma_operand x, int add) {
     hip_emu_wgmma_m64k16<COLS, F16>(sum, w, x, add);
 }
+/* A lane's results are of two rows, whose values four adjacent lanes have. */
+RFK_DEVICE void rfk_wgmma_rows(float *sum, const uint32_t *fragment, rfk_wgmma_operand x, int add) {
+    uint16_t values[2][16];
+    for (uint32_t lane = 0; lane < 4; lane++)
+        for (uint32_t i = 0; i < 4; i++) {
+            const uint32_t pair = rfk_shuffle<32>(fragment[i], (threadIdx.x & 28) | lane);
+            for (uint32_t b = 0; b < 2; b++) values[i % 2][i / 2 * 8 + lane * 2 + b] = (uint16_t)(pair >> (16 * b));
+        }
+    hip_emu_wgmma_rows_m64k16<64>(sum, values, x, add);
+}
 RFK_DEVICE uint32_t rfk_same_in_wave(uint32_t v) { return v; }
 #else
 RFK_DEVICE uint32_t rfk_shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
@@ -7112,6 +7145,17 @@ RFK_DEVICE void rfk_wgmma(float *sum, rfk_wgmma_operand w, rfk_wgmma_operand x, 
     else if (COLS == 128 && F16) RFK_WGMMA_OF_128("f16");
     else if (COLS == 128) RFK_WGMMA_OF_128("bf16");
     else RFK_WGMMA_OF_64("bf16");
+}
+/* sum = (add ? sum : 0) + 64 rows times 64 columns of x over 16 positions, asynchronously. fragment: the lane's words of
+ * the rows. A whole warpgroup. */
+RFK_DEVICE void rfk_wgmma_rows(float *sum, const uint32_t *fragment, rfk_wgmma_operand x, int add) {
+    asm volatile("{.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
+                 "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+                 "{%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}"
+                 : RFK_WGMMA_32(sum)
+                 : "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3]), "l"(rfk_wgmma_descriptor(x)), "r"(add));
 }
 #endif
 
@@ -7785,6 +7829,369 @@ static void (*rfk_find_wide(uint32_t type))(rfk_wide_args) {
 #undef RFK_QUANTIZED_CASE
 }
 
+/* ---- up to 64 columns, on warpgroups ----
+ * wgmma can take rows from registers. Where columns are few, decoding W and handing it over in shared memory is what
+ * takes the time: here four consumer warpgroups have 64 rows each, and decode weights right into the registers that the
+ * instruction reads. A producer warpgroup copies columns. Types that share a kernel take too many registers to decode:
+ * they stay with rfk_matmul_wgmma.
+ * Blocks are persistent; the next tile's first weights and columns are on their way while the sums of one are stored. */
+
+#define RFK_NARROW_COLS RFK_PAIR_TILE
+#define RFK_NARROW_CONSUMERS 4u
+#define RFK_NARROW_ROWS (64 * RFK_NARROW_CONSUMERS)
+#define RFK_NARROW_BLOCK (RFK_WARPGROUP * (RFK_NARROW_CONSUMERS + 1))
+#define RFK_NARROW_STAGES 8u
+/* A stage: 64 positions of the columns, rfk_swizzled. out: the sums of a consumer on their way, [column][rfk_wide_row]. */
+struct rfk_narrow_shared {
+    int4 x[RFK_NARROW_STAGES][RFK_NARROW_COLS][8];
+    float out[RFK_NARROW_CONSUMERS][RFK_NARROW_COLS][64];
+};
+#define RFK_NARROW_BYTES ((uint32_t)sizeof(rfk_narrow_shared) + 1024)
+
+/* As rfk_wide_args; or columns of pairs (lists.tile not NULL; products are in e), and a block does one tile. */
+struct rfk_narrow_args {
+    rfk_tiles_args t;
+    uint32_t row_tiles, n_tiles; /* of 256 rows of all products; with the splits */
+    rfk_experts_args e;
+    rfk_pair_lists lists;
+};
+
+#if defined(RFK_HAS_WGMMA)
+
+/* full: the stage's x is there: a bulk copy's bytes, or what a producer's waves copied. */
+struct rfk_narrow_barriers {
+    rfk_mbarriers<RFK_NARROW_STAGES> stages;
+    rfk_mbarrier put[RFK_NARROW_CONSUMERS]; /* a consumer's waves wait for each other */
+};
+typedef rfk_wgmma_turn<RFK_NARROW_STAGES> rfk_narrow_turn;
+struct rfk_narrow_columns { uint32_t x[RFK_NARROW_COLS]; }; /* as rfk_wgmma_tile.x_row */
+
+/* A lane's weights: two rows, 8 apart, and of the 128 values of a step two times 16, as rfk_bf16_at has them. A
+ * fragment is what an instruction reads of 16 positions, 4 of them a lane: words 0 and 2 of the first row, 1 and 3 of
+ * the second. */
+template <int TYPE> struct rfk_narrow_weights {
+    rfk_raw raw[2];
+    rfk_unit unit[2];
+    size_t block[2]; /* where the rows begin */
+};
+
+/* Rows beyond the last repeat it. */
+template <int TYPE>
+RFK_DEVICE void rfk_narrow_begin(rfk_narrow_weights<TYPE> &o, const rfk_product &p, uint32_t row0, uint32_t n_in) {
+    RFK_UNROLL(2)
+    for (uint32_t j = 0; j < 2; j++) {
+        const uint32_t at = row0 + threadIdx.x / RFK_WARPGROUP * 64 + rfk_wgmma_row(2 * j),
+                       row = at < p.n_out ? at : p.n_out - 1;
+        o.block[j] = (size_t)(p.row0 + row) * (n_in / rfk_format<TYPE>::BLOCK);
+    }
+}
+
+/* The lane's unit of a step; those beyond the row repeat its last: x is 0 there. */
+template <int TYPE> RFK_DEVICE uint32_t rfk_narrow_unit(uint32_t step, uint32_t n_in) {
+    const uint32_t u = 4 * step + threadIdx.x % 4, last = n_in / 32 - 1;
+    return rfk_format<TYPE>::BLOCK == 256 || u < last ? u : last;
+}
+template <int TYPE>
+RFK_DEVICE void rfk_narrow_fetch(rfk_narrow_weights<TYPE> &o, const rfk_weight &w, uint32_t step, uint32_t n_in) {
+    for (int i = 0; i < 4; i++) rfk_assume_global(w.plane[i]);
+    RFK_UNROLL(2)
+    for (uint32_t j = 0; j < 2; j++)
+        rfk_format<TYPE>::fetch(w, o.block[j], rfk_narrow_unit<TYPE>(step, n_in), o.raw[j]);
+}
+
+/* Two lanes, whose numbers differ by BY, have two halves each. The lane without that bit gets both first halves, the
+ * other one both second. */
+template <int BY, class T> RFK_DEVICE void rfk_narrow_exchange(T &first, T &second) {
+    const bool upper = (threadIdx.x & BY) != 0;
+    const T other = rfk_shuffle_xor<32>(upper ? first : second, BY);
+    if (upper) first = other;
+    else second = other;
+}
+/* Unpack a step's units. A type's unit has 16 adjacent values twice, STRIDE apart; the lane wants them 32 apart. */
+template <int TYPE> RFK_DEVICE void rfk_narrow_unpack(rfk_narrow_weights<TYPE> &o, uint32_t step, uint32_t n_in) {
+    typedef rfk_format<TYPE> F;
+    const int BY = F::STRIDE == 16 ? 1 : 2;
+    RFK_UNROLL(2)
+    for (uint32_t j = 0; j < 2; j++) {
+        rfk_unit &v = o.unit[j];
+        F::unpack(o.raw[j], rfk_narrow_unit<TYPE>(step, n_in), v);
+        if (F::STRIDE == 32) continue;
+        RFK_UNROLL(4)
+        for (uint32_t k = 0; k < 4; k++) rfk_narrow_exchange<BY>(v.q[k], v.q[4 + k]);
+        rfk_narrow_exchange<BY>(v.d[0], v.d[1]);
+        if (F::HAS_MIN) rfk_narrow_exchange<BY>(v.m[0], v.m[1]);
+    }
+}
+
+/* Four weights d * (q - OFFSET) - m as two pairs of bf16. Bits of a float are made of a byte, and one fmaf removes the
+ * excess. Bytes of 0 to 127, of all types but Q8_0, are the last bits of bf16 from 128 on; the upper one of a pair is a float with the lower one as
+ * its last bits, an error of up to 2^-9 of d. Q8_0's are placed above a float's last 8 bits, as rfk_wgmma_store does. magic: 0x43004300. */
+template <int TYPE>
+RFK_DEVICE void rfk_narrow_convert(uint32_t q, float d, float m, uint32_t magic, uint32_t &low, uint32_t &high) {
+    const int OFFSET = rfk_format<TYPE>::OFFSET;
+    float v[4];
+    if (TYPE != RF_TYPE_Q8_0) {
+        const float start = fmaf(-d, (float)(128 + OFFSET), -m), upper = fmaf(-d, 0.26171875f, start); /* 0x43 * 2^-8 */
+        const uint32_t even = (q & 0x00ff00ffu) | magic, odd = (q >> 8 & 0x00ff00ffu) | magic;
+        v[0] = fmaf(d, rfk_as_float(even << 16), start), v[1] = fmaf(d, rfk_as_float(odd << 16), start);
+        v[2] = fmaf(d, rfk_as_float(even), upper), v[3] = fmaf(d, rfk_as_float(odd), upper);
+    } else {
+        const float start = fmaf(-d, (float)(32768 + 128 + OFFSET), -m);
+        const uint32_t bytes = q ^ 0x80808080u; /* q + 128 */
+        RFK_UNROLL(4)
+        for (uint32_t b = 0; b < 4; b++) {
+#if defined(RFK_NVIDIA)
+            const uint32_t bits = __byte_perm(bytes, 0x47000000u, 0x7404u | b << 4);
+#else
+            const uint32_t bits = 0x47000000u | (bytes >> (8 * b) & 255) << 8;
+#endif
+            v[b] = fmaf(d, rfk_as_float(bits), start);
+        }
+    }
+    low = rfk_to_bf16x2(v[0], v[1]), high = rfk_to_bf16x2(v[2], v[3]);
+}
+/* The four fragments of a half of each row's unit. */
+template <int TYPE>
+RFK_DEVICE void rfk_narrow_fragments(const rfk_narrow_weights<TYPE> &o, uint32_t half, uint32_t magic,
+                                     uint32_t (&to)[4][4]) {
+    RFK_UNROLL(2)
+    for (uint32_t j = 0; j < 2; j++) {
+        const rfk_unit &v = o.unit[j];
+        RFK_UNROLL(4)
+        for (uint32_t k = 0; k < 4; k++)
+            rfk_narrow_convert<TYPE>((uint32_t)v.q[4 * half + k], v.d[half],
+                                     rfk_format<TYPE>::HAS_MIN ? v.m[half] : 0.0f, magic, to[k][j], to[k][2 + j]);
+    }
+}
+
+/* A tile: rows of W from row0 on, n columns from col0 on, steps [first, end) of 128 values. */
+struct rfk_narrow_tile { uint32_t row_tile, row0, col0, n, first, end, split; };
+
+/* p->w.plane[0] NULL: the expert is not loaded. n 0: nothing to do. */
+RFK_DEVICE rfk_product rfk_narrow_find_pairs(const rfk_narrow_args &a, rfk_narrow_tile &work) {
+    const rfk_pair_tile tile = a.lists.tile[blockIdx.x];
+    rfk_product p;
+    memset(&p, 0, sizeof p);
+    work.row_tile = work.split = work.first = 0, work.end = (a.e.n_in + 127) / 128;
+    work.row0 = blockIdx.y * RFK_NARROW_ROWS, work.col0 = tile.first, work.n = tile.n;
+    if (tile.n) p.w = rfk_expert_matrix(a.e, tile.expert, &p.row0);
+    p.n_out = a.e.n_out;
+    return p;
+}
+RFK_DEVICE rfk_product rfk_narrow_find(const rfk_narrow_args &a, uint32_t tile, rfk_narrow_tile &work) {
+    if (a.lists.tile) return rfk_narrow_find_pairs(a, work);
+    const rfk_tiles_args &t = a.t;
+    const uint32_t steps = (t.m.n_in + 127) / 128, per_split = t.split_units / 4;
+    uint32_t number = work.row_tile = tile % a.row_tiles;
+    work.split = tile / a.row_tiles, work.col0 = 0, work.n = t.m.n_cols;
+    work.first = per_split * work.split;
+    work.end = work.first + per_split < steps ? work.first + per_split : steps;
+    const rfk_product p = rfk_pick(t.m, &number);
+    work.row0 = number * RFK_NARROW_ROWS;
+    return p;
+}
+
+/* Results of an expert that is not loaded. */
+RFK_DEVICE void rfk_narrow_put_nan(const rfk_narrow_args &a, const rfk_narrow_tile &work) {
+    for (uint32_t i = threadIdx.x; i < work.n * RFK_NARROW_ROWS; i += RFK_NARROW_BLOCK) {
+        const uint32_t row = work.row0 + i % RFK_NARROW_ROWS;
+        if (row < a.e.n_out)
+            rfk_put_pair(a.e, a.lists.sorted[work.col0 + i / RFK_NARROW_ROWS], a.lists.tile[blockIdx.x].expert, row, NAN);
+    }
+}
+RFK_DEVICE void rfk_narrow_find_columns(const rfk_narrow_args &a, const rfk_narrow_tile &work,
+                                        rfk_narrow_columns &columns) {
+    if (threadIdx.x >= RFK_NARROW_COLS) return;
+    const uint32_t pair = a.lists.sorted[work.col0 + (threadIdx.x < work.n ? threadIdx.x : work.n - 1)],
+                   row = pair / a.e.n_used, choice = a.e.per_choice ? pair % a.e.n_used : 0;
+    columns.x[threadIdx.x] = (choice * 2 * work.end * a.t.m.x8.bf16 + row) * 8 + row % 8;
+}
+
+/* The producer: one bulk copy a stage by one thread; for pairs, 16 bytes at a time by all. */
+RFK_DEVICE void rfk_narrow_copy(const rfk_narrow_args &a, rfk_narrow_shared &s, rfk_narrow_barriers &barriers) {
+    const rfk_int8_rows &x = a.t.m.x8;
+    rfk_narrow_turn now = {0, 0};
+    if (threadIdx.x % RFK_WARPGROUP) return;
+    RFK_UNROLL(1)
+    for (uint32_t tile = blockIdx.x; tile < a.n_tiles; tile += gridDim.x) {
+        rfk_narrow_tile work;
+        (void)rfk_narrow_find(a, tile, work);
+        RFK_UNROLL(1)
+        for (uint32_t i = 2 * work.first; i < 2 * work.end; i++) {
+            rfk_mbarrier_wait(&barriers.stages.empty[now.stage], now.round ^ 1);
+            rfk_mbarrier_copy(&barriers.stages.full[now.stage], s.x[now.stage],
+                              reinterpret_cast<const int4 *>(x.q) + (size_t)i * x.bf16 * 8, sizeof s.x[0]);
+            rfk_wgmma_next(now);
+        }
+    }
+}
+RFK_DEVICE void rfk_narrow_copy_pairs(const rfk_narrow_args &a, const rfk_narrow_tile &work,
+                                      const rfk_narrow_columns &columns, rfk_narrow_shared &s,
+                                      rfk_narrow_barriers &barriers) {
+    const rfk_int8_rows &rows = a.t.m.x8;
+    const uint32_t thread = threadIdx.x % RFK_WARPGROUP, word = thread % 8, n_steps = 2 * work.end;
+    rfk_narrow_turn now = {0, 0}, behind = {0, 0};
+    RFK_UNROLL(1)
+    for (uint32_t step = 0; step < n_steps + 2; step++) { /* two stages are on their way */
+        if (step < n_steps) {
+            const int4 *from = reinterpret_cast<const int4 *>(rows.q) + (size_t)step * rows.bf16 * 8;
+            rfk_mbarrier_wait(&barriers.stages.empty[now.stage], now.round ^ 1);
+            RFK_UNROLL(4)
+            for (uint32_t i = thread / 8; i < RFK_NARROW_COLS; i += 16) {
+                const uint32_t x = columns.x[i];
+                rfk_copy16(&s.x[now.stage][i][rfk_swizzled(i, word)], from + (x - x % 8) + rfk_swizzled(x, word));
+            }
+            rfk_wgmma_next(now);
+        }
+        rfk_commit_copies();
+        if (step < 2) continue;
+        rfk_wait_copies_but_two();
+        rfk_wgmma_filled(&barriers.stages.full[behind.stage]);
+        rfk_wgmma_next(behind);
+    }
+}
+
+/* Store a consumer's sums, on their way through shared memory: four rows of a column a thread. */
+RFK_DEVICE void rfk_narrow_put(const rfk_narrow_args &a, uint32_t number, const float (&sum)[RFK_NARROW_COLS / 2],
+                               rfk_narrow_shared &s, rfk_mbarrier *put, uint32_t &n) {
+    float(*out)[64] = s.out[threadIdx.x / RFK_WARPGROUP];
+    const rfk_tiles_args &t = a.t;
+    const uint32_t thread = threadIdx.x % RFK_WARPGROUP, r = 4 * (thread % 16),
+                   row = threadIdx.x / RFK_WARPGROUP * 64 + r;
+    rfk_narrow_tile work;
+    const rfk_product p = rfk_narrow_find(a, number, work);
+    const uint32_t i = (work.row0 + row) / 4;
+    RFK_UNROLL(32)
+    for (uint32_t k = 0; k < RFK_NARROW_COLS / 2; k++)
+        out[rfk_wgmma_col(k)][rfk_wide_row(rfk_wgmma_col(k), rfk_wgmma_row(k))] = sum[k];
+    rfk_wide_meet(put, n);
+    RFK_UNROLL(1)
+    for (uint32_t c = thread / 16; c < work.n; c += RFK_WARPGROUP / 16) {
+        const float4 v = *reinterpret_cast<const float4 *>(&out[c][rfk_wide_row(c, r)]);
+        float results[4] = {v.x, v.y, v.z, v.w};
+        if (t.part) /* [row tile][split][column][row] */
+            *reinterpret_cast<float4 *>(t.part + (((size_t)work.row_tile * t.n_splits + work.split) * RFK_NARROW_COLS + c) *
+                                                     RFK_NARROW_ROWS + row) = v;
+        else if (work.row0 + row >= p.n_out) continue;
+        else if (a.lists.tile)
+            rfk_put_pair4(a.e, a.lists.sorted[work.col0 + c], a.lists.tile[blockIdx.x].expert, i, results);
+        else rfk_put4(p, i, c, results);
+    }
+    rfk_wide_meet(put, n);
+}
+
+/* A consumer's products of a tile. The weights of its first step were fetched. */
+template <int TYPE>
+RFK_DEVICE void rfk_narrow_multiply(float (&sum)[1][RFK_NARROW_COLS / 2], rfk_narrow_weights<TYPE> &weights,
+                                    const rfk_weight &w, const rfk_narrow_tile &work, uint32_t n_in,
+                                    const rfk_narrow_shared &s, rfk_narrow_barriers &barriers, rfk_narrow_turn &now) {
+    const bool arrives = threadIdx.x % 32 == 0;
+    const rfk_wgmma_operand x = rfk_wgmma_at(s.x[0][0]);
+    uint32_t fragment[4][4], before = 0, magic = 0x43004300u;
+    RFK_UNROLL(1)
+    for (uint32_t step = work.first; step < work.end; step++) {
+        rfk_narrow_unpack<TYPE>(weights, step, n_in);
+        rfk_narrow_fetch<TYPE>(weights, w, step + 1 < work.end ? step + 1 : step, n_in);
+        RFK_UNROLL(2)
+        for (uint32_t half = 0; half < 2; half++) {
+            rfk_wgmma_wait<0>(); /* the fragments are free */
+            if ((step > work.first || half) && arrives) rfk_mbarrier_arrive(&barriers.stages.empty[before]);
+            rfk_narrow_fragments<TYPE>(weights, half, magic, fragment);
+            rfk_mbarrier_wait(&barriers.stages.full[now.stage], now.round);
+            rfk_wgmma_fence();
+            RFK_UNROLL(4)
+            for (uint32_t k = 0; k < 4; k++)
+                rfk_wgmma_rows(sum[0], fragment[k], x + now.stage * RFK_NARROW_COLS * 8 + 2 * k,
+                               step > work.first || half > 0 || k > 0);
+            rfk_wgmma_commit();
+            before = now.stage;
+            rfk_wgmma_next(now);
+        }
+    }
+    rfk_wgmma_drain<RFK_NARROW_COLS>(sum);
+    if (arrives) rfk_mbarrier_arrive(&barriers.stages.empty[before]);
+}
+
+/* Find a tile, and begin to load its first weights. */
+template <int TYPE>
+RFK_DEVICE rfk_weight rfk_narrow_start(const rfk_narrow_args &a, uint32_t tile, rfk_narrow_weights<TYPE> &o,
+                                       rfk_narrow_tile &work) {
+    const rfk_product p = rfk_narrow_find(a, tile, work);
+    rfk_narrow_begin<TYPE>(o, p, work.row0, a.t.m.n_in);
+    rfk_narrow_fetch<TYPE>(o, p.w, work.first, a.t.m.n_in);
+    return p.w;
+}
+/* A number that the compiler does not know: what is found of it again need not stay in registers. */
+RFK_DEVICE uint32_t rfk_narrow_again(uint32_t tile) {
+#if defined(RFK_NVIDIA)
+    asm volatile("" : "+r"(tile));
+#endif
+    return tile;
+}
+/* A consumer: one tile after another. */
+template <int TYPE>
+RFK_DEVICE void rfk_narrow_consume(const rfk_narrow_args &a, rfk_narrow_shared &s, rfk_narrow_barriers &barriers) {
+    float sum[1][RFK_NARROW_COLS / 2];
+    rfk_narrow_weights<TYPE> weights;
+    rfk_narrow_turn now = {0, 0};
+    rfk_narrow_tile work;
+    uint32_t n = 0, tile = rfk_narrow_again(blockIdx.x);
+    rfk_weight w = rfk_narrow_start<TYPE>(a, tile, weights, work);
+    RFK_UNROLL(1)
+    for (;;) {
+        const uint32_t done = tile;
+        rfk_narrow_multiply<TYPE>(sum, weights, w, work, a.t.m.n_in, s, barriers, now);
+        tile += gridDim.x;
+        const bool more = !a.lists.tile && tile < a.n_tiles;
+        if (more) w = rfk_narrow_start<TYPE>(a, tile, weights, work);
+        rfk_narrow_put(a, rfk_narrow_again(done), sum[0], s, &barriers.put[threadIdx.x / RFK_WARPGROUP], n);
+        if (!more) return;
+    }
+}
+#endif
+
+/* grid [multiprocessors, or tiles if they are fewer] or [tiles of pairs, row tiles]   block 640   LDS 129 KiB
+ *   n_in % 64 == 0   reads W once and x once per 256 rows */
+template <int TYPE> static __global__ void RFK_RESIDENT(RFK_NARROW_BLOCK, 1) rfk_matmul_narrow(rfk_narrow_args a) {
+#if defined(RFK_HAS_WGMMA)
+    RFK_SHARED(rfk_narrow_barriers, barriers);
+    RFK_SHARED(rfk_narrow_columns, columns);
+    RFK_DYNAMIC(int4, memory);
+    rfk_narrow_shared &s = rfk_wgmma_memory<rfk_narrow_shared>(memory);
+    const bool pairs = a.lists.tile != NULL;
+    rfk_narrow_tile work;
+    const rfk_product p = rfk_narrow_find(a, blockIdx.x, work);
+    if (work.n == 0) return;
+    if (!p.w.plane[0]) return rfk_narrow_put_nan(a, work);
+    if (threadIdx.x < RFK_NARROW_STAGES) {
+        rfk_mbarrier_init(&barriers.stages.full[threadIdx.x], pairs ? RFK_WARPGROUP / 32 : 1);
+        rfk_mbarrier_init(&barriers.stages.empty[threadIdx.x], RFK_NARROW_CONSUMERS * RFK_WARPGROUP / 32);
+        if (threadIdx.x < RFK_NARROW_CONSUMERS) rfk_mbarrier_init(&barriers.put[threadIdx.x], RFK_WARPGROUP / 32);
+    }
+    if (pairs) rfk_narrow_find_columns(a, work, columns);
+    __syncthreads();
+    if (rfk_same_in_wave(threadIdx.x / RFK_WARPGROUP) == RFK_NARROW_CONSUMERS) {
+        rfk_shrink_registers<32>();
+        if (pairs) rfk_narrow_copy_pairs(a, work, columns, s, barriers);
+        else rfk_narrow_copy(a, s, barriers);
+        return;
+    }
+    rfk_grow_registers<112>();
+    rfk_narrow_consume<TYPE>(a, s, barriers);
+#else
+    (void)a;
+#endif
+}
+
+static void (*rfk_find_narrow(uint32_t type))(rfk_narrow_args) {
+#define RFK_NARROW_CASE(TYPE) case TYPE: return rfk_matmul_narrow<RFK_BUILT(TYPE)>;
+    switch (type) {
+        RFK_NARROW_TYPES(RFK_NARROW_CASE)
+    default: return NULL;
+    }
+#undef RFK_NARROW_CASE
+}
+
 #if defined(RFK_HAS_WGMMA)
 /* The expected result of the check below. */
 RFK_DEVICE float rfk_wgmma_want(uint32_t row, uint32_t col) {
@@ -7820,6 +8227,37 @@ template <int COLS, bool F16, int N> RFK_DEVICE bool rfk_wgmma_is_right(int4 (*r
     }
     return right;
 }
+/* The same of the instruction that reads rows from registers. */
+RFK_DEVICE bool rfk_wgmma_rows_are_right(int4 (*columns)[8]) {
+    __syncthreads();
+    for (uint32_t j = threadIdx.x; j < 64 * RFK_WGMMA_DEPTH; j += RFK_WARPGROUP) {
+        const uint32_t col = j / RFK_WGMMA_DEPTH, i = 128 + col, k = j % RFK_WGMMA_DEPTH;
+        reinterpret_cast<uint16_t *>(&columns[col][rfk_swizzled(col, k / 8)])[k % 8] =
+            (uint16_t)rfk_to_bf16x2((float)rfk_check_value(i / 8, i % 8 * 2 + k / 32, k % 32), 0);
+    }
+    rfk_fence_async_proxy();
+    __syncthreads();
+    float sum[1][32], results[32]; /* results: in private memory */
+    uint32_t fragment[4][4];
+    RFK_UNROLL(16)
+    for (uint32_t i = 0; i < 16; i++) {
+        const uint32_t row = rfk_wgmma_row(i % 2 * 2), k = i / 4 * 16 + i % 4 / 2 * 8 + threadIdx.x % 4 * 2;
+        fragment[i / 4][i % 4] = rfk_to_bf16x2((float)rfk_check_value(row / 8, row % 8 * 2 + k / 32, k % 32),
+                                               (float)rfk_check_value(row / 8, row % 8 * 2 + k / 32, k % 32 + 1));
+    }
+    rfk_wgmma_fence();
+    RFK_UNROLL(4)
+    for (uint32_t k = 0; k < 4; k++) rfk_wgmma_rows(sum[0], fragment[k], rfk_wgmma_at(columns[0]) + 2 * k, k > 0);
+    rfk_wgmma_commit();
+    rfk_wgmma_drain<64>(sum);
+    RFK_UNROLL(32)
+    for (uint32_t j = 0; j < 32; j++) results[j] = sum[0][j];
+    bool right = true;
+    RFK_UNROLL(1)
+    for (uint32_t j = 0; j < 32; j++)
+        right = right && results[j] == rfk_wgmma_want(rfk_wgmma_row(j), 128 + rfk_wgmma_col(j));
+    return right;
+}
 #endif
 
 /* Check wgmma: each thread writes RFK_WGMMA_RIGHT or _WRONG for its results, 0 if the kernel was not compiled for it.
@@ -7832,8 +8270,8 @@ static __global__ void RFK_THREADS(RFK_WARPGROUP) rfk_check_wgmma(uint32_t *out)
                many = rfk_wgmma_is_right<RFK_WGMMA_COLS, false, 2>(s),
                wide = rfk_wgmma_is_right<RFK_WIDE_COLS, false, 1>(s),
                halves = rfk_wgmma_is_right<RFK_WGMMA_COLS, true, 2>(s),
-               wide_halves = rfk_wgmma_is_right<RFK_WIDE_COLS, true, 1>(s);
-    out[threadIdx.x] = few && many && wide && halves && wide_halves ? RFK_WGMMA_RIGHT : RFK_WGMMA_WRONG;
+               wide_halves = rfk_wgmma_is_right<RFK_WIDE_COLS, true, 1>(s), rows = rfk_wgmma_rows_are_right(s);
+    out[threadIdx.x] = few && many && wide && halves && wide_halves && rows ? RFK_WGMMA_RIGHT : RFK_WGMMA_WRONG;
 #else
     out[threadIdx.x] = 0;
 #endif
@@ -11611,6 +12049,9 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
                 d->wgmma = 0;
             /* for two blocks a multiprocessor */
             (void)cudaFuncSetAttribute(narrow, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
+            const void *few = (const void *)rfk_find_narrow(type);
+            if (few && cudaFuncSetAttribute(few, cudaFuncAttributeMaxDynamicSharedMemorySize, RFK_NARROW_BYTES) != cudaSuccess)
+                d->wgmma = 0;
         }
         const rfk_flash_kernel flash[] = {rfk_find_flash<uint16_t>(d, 256), rfk_find_flash<uint16_t>(d, RFK_FLASH_HEAD),
                                           rfk_find_flash<rfk_q8>(d, 256), rfk_find_flash<rfk_q8>(d, RFK_FLASH_HEAD)};
@@ -12102,6 +12543,10 @@ static uint32_t rfk_n_vectors(const rf_op *op) {
     return op->kind == RF_OP_EXPERTS && op->flags & RF_OP_PER_CHOICE ? op->experts.n_used : 1;
 }
 static uint64_t rfk_row_values(const rf_op *op) { return (uint64_t)rfk_n_in(op) * rfk_n_vectors(op); }
+/* The same as bf16: rfk_bf16_at. */
+static uint64_t rfk_bf16_values(const rf_op *op) {
+    return (uint64_t)rfk_ceil_div(rfk_n_in(op), 128) * 128 * rfk_n_vectors(op);
+}
 
 /* EXPERTS and HEADS that tiles may do: matrices, and how many of them a row of the step is multiplied by. */
 static bool rfk_has_pairs(const rf_op *op) {
@@ -12146,6 +12591,17 @@ static bool rfk_takes_wgmma(const rf_dev *d, const rf_plan *plan, const rf_op *o
     if (rfk_is_float_type(plan->weights[op->weight].type))
         return op->kind == RF_OP_MATMUL && rfk_term_values(d, plan, op) > 0;
     return op->kind == RF_OP_MATMUL || rfk_many_pairs(op, rows) > 0;
+}
+
+/* Whether rfk_matmul_narrow does the op, of those that rfk_takes_wgmma says. Ops that share their input agree: they are
+ * of one kind, and have as many experts. */
+static bool rfk_has_narrow(const rf_plan *plan, const rf_op *op) {
+    return op->kind != RF_OP_HEADS && rfk_kernel_type(plan->weights[op->weight].type) < RF_TYPE_COUNT &&
+           !rfk_is_float_type(plan->weights[op->weight].type);
+}
+static bool rfk_takes_narrow(const rf_dev *d, const rf_plan *plan, const rf_op *op, uint64_t rows) {
+    const uint64_t cols = op->kind == RF_OP_MATMUL ? rows : rfk_many_pairs(op, rows) / rfk_n_matrices(op);
+    return rfk_takes_wgmma(d, plan, op, rows) && rfk_has_narrow(plan, op) && cols <= RFK_PAIR_TILE;
 }
 
 /* The pairs of an op for tiles; 0: too few, or another op. */
@@ -12195,13 +12651,24 @@ static int rfk_read_as_int8(const rf_prepared *p, uint32_t i) {
     return 1;
 }
 
+/* Whether op b can read the rows that were made for op a, in steps of any number of rows. */
+static bool rfk_reads_same(const rf_prepared *p, const rf_op *a, const rf_op *b) {
+    if (!a || a->kind != b->kind) return false;
+    if (!p->dev->wgmma) return true;
+    if (rfk_has_narrow(p->plan, a) != rfk_has_narrow(p->plan, b)) return false;
+    return a->kind == RF_OP_MATMUL ||
+           (rfk_n_matrices(a) == rfk_n_matrices(b) && rfk_n_chosen(a) == rfk_n_chosen(b));
+}
+
 /* Segments are the ops of one layer. Within one, an input that several matmuls share is quantized once, by the norm or
  * GLU that makes it if there is one; matmuls with one input, and the RoPE of queries and keys, are launched together.
- * Matmuls and experts do not share int8 rows: in a decode step, fused matmuls keep theirs in shared memory. */
+ * Matmuls and experts do not share int8 rows: in a decode step, fused matmuls keep theirs in shared memory. Nor do types
+ * that rfk_matmul_narrow has and others. */
 static void rfk_make_segments(rf_prepared *p) {
     const rf_plan *plan = p->plan;
-    uint32_t held = RF_NONE, held_n = 0, held_for = 0; /* the buffer in the int8 rows, and the kind of op it is for */
-    const rf_op *sorted = NULL;                        /* the experts whose pairs are sorted */
+    uint32_t held = RF_NONE, held_n = 0; /* the buffer in the int8 rows */
+    const rf_op *held_for = NULL,        /* the op that it is for */
+        *sorted = NULL;                  /* the experts whose pairs are sorted */
     for (uint32_t i = 0; i < plan->n_ops; i++) {
         const rf_op *op = &plan->ops[i],
                     *next = i + 1 < plan->n_ops && plan->ops[i + 1].layer == op->layer ? op + 1 : NULL;
@@ -12211,8 +12678,8 @@ static void rfk_make_segments(rf_prepared *p) {
             sorted = NULL;
         }
         if (rfk_reads_int8(plan, op)) {
-            p->ops[i].quantize = held != op->in || held_n != rfk_n_in(op) || held_for != op->kind;
-            held = op->in, held_n = rfk_n_in(op), held_for = op->kind;
+            p->ops[i].quantize = held != op->in || held_n != rfk_n_in(op) || !rfk_reads_same(p, held_for, op);
+            held = op->in, held_n = rfk_n_in(op), held_for = op;
         }
         if (rfk_tile_pairs(p->dev, plan, op, p->n_batch)) {
             p->ops[i].sort = !sorted || sorted->in2 != op->in2 || rfk_n_chosen(sorted) != rfk_n_chosen(op) ||
@@ -12229,7 +12696,7 @@ static void rfk_make_segments(rf_prepared *p) {
         if (made && next && next->kind != RF_OP_HEADS && rfk_reads_int8(plan, next) && next->in == op->out &&
             rfk_row_values(next) == made) {
             p->ops[i].quantize = 1;
-            held = op->out, held_n = rfk_n_in(next), held_for = next->kind;
+            held = op->out, held_n = rfk_n_in(next), held_for = next;
         }
         uint32_t max = op->kind == RF_OP_MATMUL ? RFK_PRODUCTS : op->kind == RF_OP_ROPE ? 2 : 1, n = 1;
         for (int joins = 1; joins && n < max && i + n < plan->n_ops;) {
@@ -12254,7 +12721,7 @@ template <class T> static void rfk_take_bytes(uintptr_t *at, T **out, uint64_t n
 static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
     const rf_plan *plan = p->plan;
     uint64_t rows = p->n_batch > p->n_logits ? p->n_batch : p->n_logits, widest = 0, heads = 0, dim = 0,
-             terms = 0, units = 0, pairs = 0, pair_tiles = 0, lists = 0;
+             terms = 0, units = 0, pairs = 0, pair_tiles = 0, lists = 0, bf16 = 0;
     for (uint32_t i = 0; i < plan->n_ops; i++) {
         const rf_op *op = &plan->ops[i];
         const uint32_t n_pairs = rfk_tile_pairs(p->dev, plan, op, p->n_batch);
@@ -12266,6 +12733,7 @@ static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
         if (values > terms) terms = values;
         if (values && rfk_n_vectors(op) > units) units = rfk_n_vectors(op);
         if (rfk_reads_int8(plan, op) && rfk_row_values(op) > widest) widest = rfk_row_values(op);
+        if (rfk_reads_int8(plan, op) && rfk_bf16_values(op) > bf16) bf16 = rfk_bf16_values(op);
         if (op->kind == RF_OP_INDEX && op->index.n_lists > lists) lists = op->index.n_lists;
         if (op->kind != RF_OP_ATTENTION) continue;
         if (op->attention.n_heads > heads) heads = op->attention.n_heads;
@@ -12286,7 +12754,7 @@ static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
     rfk_take_bytes(&at, &p->rows, p->n_batch * sizeof *p->rows);
     rfk_take_bytes(&at, &p->logit_rows, p->n_logits * sizeof *p->logit_rows);
     rfk_take_bytes(&at, &p->tables, plan->n_tables * sizeof *p->tables);
-    rfk_take_bytes(&at, &p->x8.q, p->dev->wgmma ? (rows * widest + RFK_WGMMA_COLS * RFK_WGMMA_DEPTH) * sizeof(uint16_t)
+    rfk_take_bytes(&at, &p->x8.q, p->dev->wgmma ? (rows * bf16 + RFK_WGMMA_COLS * RFK_WGMMA_DEPTH) * sizeof(uint16_t)
                                                : rows * widest);
     rfk_take_bytes(&at, &p->x8.group, rows * (widest / 32) * sizeof *p->x8.group);
     rfk_take_bytes(&at, &p->part,
@@ -13174,11 +13642,17 @@ static rf_result rfk_run_embed(const rfk_launching *l) {
 /* Whether the floats of the output are not needed: only fused launches read them. */
 static bool rfk_skips_floats(const rfk_launching *l) { return l->b.only_int8 && !rfk_is_fused_step(l->p, l->step); }
 
+/* The rows that an op reads, if it reads bf16. */
+static void rfk_as_bf16(const rf_prepared *p, const rf_op *op, uint32_t n_rows, rfk_int8_rows *x) {
+    if (rfk_takes_wgmma(p->dev, p->plan, op, n_rows)) x->bf16 = n_rows;
+    if (rfk_takes_narrow(p->dev, p->plan, op, n_rows)) x->n_in = rfk_n_in(op);
+}
+
 /* Where a norm or GLU leaves its results for the next op. */
 static rfk_int8_rows rfk_rows_for_next(const rfk_launching *l) {
     rfk_int8_rows to = l->p->x8;
     if (!l->b.quantize) to.q = NULL;
-    else if (rfk_takes_wgmma(l->p->dev, l->p->plan, l->op + 1, l->n_rows)) to.bf16 = l->n_rows;
+    else rfk_as_bf16(l->p, l->op + 1, l->n_rows, &to);
     return to;
 }
 
@@ -13479,6 +13953,29 @@ static rf_result rfk_launch_wide(const rfk_launching *l, const rfk_wgmma_args *n
     return rfk_enqueue_config(l, rfk_find_wide(type), c, a);
 }
 
+static rf_result rfk_launch_narrow(const rfk_launching *l, const rfk_narrow_args *a, dim3 grid) {
+    const rfk_config c = {grid, dim3(RFK_NARROW_BLOCK), RFK_NARROW_BYTES, 0, l->q->stream};
+    return rfk_enqueue_config(l, rfk_find_narrow(l->p->plan->weights[l->op->weight].type), c, *a);
+}
+/* Tiles of 256 rows, of up to 64 columns. */
+static rf_result rfk_run_narrow(rfk_launching *l, const rfk_matmul_args *products) {
+    const uint32_t n_units = l->p->dev->info.compute_units;
+    rfk_narrow_args a;
+    rfk_tiles_args *t = &a.t;
+    rf_result r = RF_OK;
+    memset(&a, 0, sizeof a);
+    t->m = *products;
+    t->rows = RFK_NARROW_ROWS, t->cols = RFK_NARROW_COLS;
+    rfk_as_bf16(l->p, l->op, l->n_rows, &t->m.x8);
+    if (l->b.quantize) r = rfk_run_quantize(l, t->m.x8, t->m.n_cols, t->m.n_in);
+    a.row_tiles = rfk_make_products(l, &t->m, t->rows);
+    rfk_cut_depth(l->p, t, 2 * a.row_tiles, 128 / 32, 2); /* a block is alone on its multiprocessor, as two would be */
+    a.n_tiles = a.row_tiles * t->n_splits;
+    if (r == RF_OK) r = rfk_launch_narrow(l, &a, dim3(a.n_tiles < n_units ? a.n_tiles : n_units));
+    if (r != RF_OK || t->n_splits == 1) return r;
+    return rfk_run_join(l, t, a.row_tiles, 1);
+}
+
 /* Tiles of 16-bit floats, on wgmma. */
 static rf_result rfk_run_wgmma(rfk_launching *l, const rfk_matmul_args *products) {
     const uint32_t type = l->p->plan->weights[l->op->weight].type;
@@ -13515,6 +14012,7 @@ static rf_result rfk_run_matmul(rfk_launching *l) {
     a.n_in = op->matmul.n_in;
     a.n_cols = l->n_rows;
     a.aligned = op->matmul.n_in % 8 == 0 && a.x_stride % 4 == 0 && (size_t)l->b.in % 16 == 0;
+    if (rfk_takes_narrow(l->p->dev, l->p->plan, op, l->n_rows)) return rfk_run_narrow(l, &a);
     if (rfk_takes_wgmma(l->p->dev, l->p->plan, op, l->n_rows)) return rfk_run_wgmma(l, &a);
     rf_result r = RF_OK;
     if (l->b.quantize) r = rfk_run_quantize(l, a.x8, l->n_rows, op->matmul.n_in);
@@ -13997,6 +14495,12 @@ static rf_result rfk_run_pair_tiles(const rfk_launching *l, const rfk_experts_ar
     a.t.m.n_in = e->n_in;
     a.t.n_splits = 1;
     a.t.split_units = e->n_in / 32;
+    if (e->x8.n_in) {
+        rfk_narrow_args n;
+        memset(&n, 0, sizeof n);
+        n.t = a.t, n.e = *e, n.lists = a.lists;
+        return rfk_launch_narrow(l, &n, dim3(n_tiles, rfk_ceil_div(e->n_out, RFK_NARROW_ROWS)));
+    }
     if (e->x8.bf16) {
         rfk_wgmma_args w = {a.t, NULL, *e, a.lists};
         return rfk_launch_wgmma(l, &w, dim3(n_tiles, rfk_ceil_div(e->n_out, RFK_WGMMA_ROWS)));
@@ -14024,7 +14528,7 @@ static rfk_experts_args rfk_make_experts(const rfk_launching *l) {
     a.x = l->b.in;
     a.route = l->b.in2;
     a.x8 = p->x8;
-    if (rfk_takes_wgmma(p->dev, p->plan, op, l->n_rows)) a.x8.bf16 = l->n_rows;
+    rfk_as_bf16(p, op, l->n_rows, &a.x8);
     a.out = l->b.out;
     a.x_stride = l->b.in_stride;
     a.route_stride = l->b.in2_stride;
@@ -14064,7 +14568,7 @@ static rfk_experts_args rfk_make_heads(const rfk_launching *l) {
     a.heads = rfk_slot_of(p, op->weight)->w;
     a.x = l->b.in;
     a.x8 = p->x8;
-    if (rfk_takes_wgmma(p->dev, p->plan, op, l->n_rows)) a.x8.bf16 = l->n_rows;
+    rfk_as_bf16(p, op, l->n_rows, &a.x8);
     a.out = l->b.out;
     a.x_stride = l->b.in_stride;
     a.out_stride = l->b.out_stride;

@@ -708,12 +708,11 @@ template <bool F16> HIP_EMU_UNCHECKED static float hip_emu_wgmma_value(const voi
     const uint16_t *value = reinterpret_cast<const uint16_t *>(at);
     return F16 ? hip_emu_f16<true>::value(*value, 0) : hip_emu_bf16<true>::value(*value, 0);
 }
+/* rows: the lane's two rows of A. */
 template <int COLS, bool F16>
-HIP_EMU_UNCHECKED static void hip_emu_wgmma_m64k16(float *d, const void *a, const void *b, int add) {
-    const unsigned thread = hip_emu_here->self->thread.x % 128, lane = thread % 32;
-    float rows[2][16], column[16];
-    for (unsigned i = 0; i < 32; i++)
-        rows[i / 16][i % 16] = hip_emu_wgmma_value<F16>(a, thread / 32 * 16 + lane / 4 + i / 16 * 8, i % 16);
+HIP_EMU_UNCHECKED static void hip_emu_wgmma_product(float *d, const float (*rows)[16], const void *b, int add) {
+    const unsigned lane = hip_emu_here->self->thread.x % 32;
+    float column[16];
     for (unsigned c = 0; c < COLS / 4; c++) {
         for (unsigned k = 0; k < 16; k++) column[k] = hip_emu_wgmma_value<F16>(b, c / 2 * 8 + lane % 4 * 2 + c % 2, k);
         for (unsigned r = 0; r < 2; r++) {
@@ -723,6 +722,20 @@ HIP_EMU_UNCHECKED static void hip_emu_wgmma_m64k16(float *d, const void *a, cons
             *to = (add ? *to : 0) + static_cast<float>(sum);
         }
     }
+}
+template <int COLS, bool F16>
+HIP_EMU_UNCHECKED static void hip_emu_wgmma_m64k16(float *d, const void *a, const void *b, int add) {
+    const unsigned thread = hip_emu_here->self->thread.x % 128, lane = thread % 32;
+    float rows[2][16];
+    for (unsigned i = 0; i < 32; i++)
+        rows[i / 16][i % 16] = hip_emu_wgmma_value<F16>(a, thread / 32 * 16 + lane / 4 + i / 16 * 8, i % 16);
+    hip_emu_wgmma_product<COLS, F16>(d, rows, b, add);
+}
+/* The same with A in registers, of which the lane's two rows were gathered. */
+template <int COLS> HIP_EMU_UNCHECKED static void hip_emu_wgmma_rows_m64k16(float *d, const uint16_t (*a)[16], const void *b, int add) {
+    float rows[2][16];
+    for (unsigned i = 0; i < 32; i++) rows[i / 16][i % 16] = hip_emu_bf16<true>::value(a[i / 16][i % 16], 0);
+    hip_emu_wgmma_product<COLS, false>(d, rows, b, add);
 }
 
 /* An mbarrier, and copies whose bytes it counts; a wait is for the phase of that parity. */
