@@ -2597,6 +2597,17 @@ static void bfloats_cases(uint32_t device) {
                                {RF_TYPE_IQ4_NL, 192, 700, 300, 1, device}, {RF_TYPE_Q3_K, 512, 700, 300, 2, device},
                                {RF_TYPE_Q4_K, 2048, 300, 300, 1, device}, {RF_TYPE_MXFP4, 320, 700, 300, 0, device}};
     for (int i = 0; i < 8; i++) matmul_case(wide[i]);
+    /* weights decoded in registers: several tiles a block, rows that end in the middle of a step, splits, columns of pairs
+     * that have several vectors, more than a tile of pairs */
+    const MatmulCase narrow[] = {{RF_TYPE_Q8_0, 320, 2600, 64, 1, device}, {RF_TYPE_Q5_1, 192, 300, 33, 2, device},
+                                 {RF_TYPE_Q4_K, 2048, 300, 60, 3, device}, {RF_TYPE_Q6_K, 768, 1100, 50, 0, device}};
+    for (int i = 0; i < 4; i++) matmul_case(narrow[i]);
+    const uint32_t pairs[] = {40, 70, 200};
+    for (int i = 0; i < 3; i++) {
+        ExpertsCase some = {RF_TYPE_Q8_0, 192, 260, pairs[i], 2, 4, device, true, true, true, false, true, i != 1};
+        experts_case(some);
+    }
+    together_case(RF_TYPE_Q4_K, RF_TYPE_IQ4_XS, 256, 50, device, true); /* of one input, in two orders */
     MatmulCase odd = {RF_TYPE_Q8_0, 96, 20, 70, 0, device}; /* half a step: int8 */
     matmul_case(odd);
     together_case(RF_TYPE_Q4_K, RF_TYPE_Q6_K, 256, 66, device, true);
