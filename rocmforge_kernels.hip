@@ -241,6 +241,15 @@ template <int WAVE, class T> RFK_DEVICE T rfk_shuffle(T v, uint32_t lane) {
 #endif
 }
 
+/* A value that all lanes of a wave have: AMD's compiler takes a scalar register for it if it knows. */
+RFK_DEVICE uint32_t rfk_uniform(uint32_t v) {
+#if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
+    return v;
+#else
+    return (uint32_t)__builtin_amdgcn_readfirstlane((int)v);
+#endif
+}
+
 /* a * b and a * b + c, rounded once each: where kernels must agree on bits, no compiler chooses what it contracts. */
 RFK_DEVICE float rfk_mul(float a, float b) {
 #if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
@@ -276,6 +285,11 @@ template <int WAVE> RFK_DEVICE void rfk_sync_lanes() {
     __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
     __builtin_amdgcn_wave_barrier();
 #endif
+}
+
+template <int WAVE> RFK_DEVICE uint32_t rfk_wave_sum(uint32_t v) {
+    for (int mask = 1; mask < WAVE; mask *= 2) v += rfk_shuffle_xor<WAVE>(v, mask);
+    return v;
 }
 
 /* Maximum over the wave, in every lane. */
@@ -9158,7 +9172,7 @@ RFK_DEVICE float rfk_exp2(float x) {
 
 /* softcap * tanh(score / softcap), in few registers; scores and softcap are in units of log2(e). */
 RFK_DEVICE float rfk_softcap_exp2(float score, float softcap, float twice_inverse) {
-    return softcap - 2 * softcap / (exp2f(score * twice_inverse) + 1);
+    return softcap * (1 - 2 / (exp2f(score * twice_inverse) + 1));
 }
 
 /* Two floats to halves, `low` in the low bits. */
@@ -9885,12 +9899,13 @@ struct rfk_decode_attention_args {
     const uint8_t *sinks;    /* [n_heads] attention sinks: one more score without a value; NULL: none */
     void *k_state, *v_state; /* [seq][kv head][n_cells][dim]: position p in cell p % n_cells */
     float *out;
-    float *part;       /* [row][kv head][split], see rfk_decode_part */
-    uint32_t *tickets; /* [row][kv head] counters of finished splits; 0 between launches */
+    float *part;       /* of splits: rfk_decode_part */
+    uint32_t *tickets; /* [row][kv head] counters of finished blocks; 0 between launches */
     rfk_int8_rows x8;  /* the output, quantized; NULL: not wanted */
     const rf_step_row *rows;
     uint32_t norm_type[2], n_heads, n_kv_heads, head_dim, n_rot, neox, n_cells;
     uint32_t q_stride, k_stride, v_stride, out_stride; /* from row to row */
+    uint32_t n_rows, max_splits;                  /* max_splits: of a row; 0: those that fill the grid */
     uint32_t is_stored;                           /* the step's keys and values are in their cells already */
     uint32_t window, sinks_type;                  /* window 0: all positions */
     float eps[2], scale, softcap, softcap_factor; /* as rfk_softcap_exp2 takes them; softcap 0: none */
@@ -9984,10 +9999,17 @@ template <int PER> struct rfk_decode_raw<rfk_q8, PER> {
 template <class KV, int G, int PER> struct rfk_decode_shape {
     /* FEW: few registers are left */
     static const bool FEW = G > 4 || sizeof(KV) > 2;
-    static const int T = FEW ? 2 : 4, N = G * T, KEPT = N > PER ? N / PER : 1,
+    static const int T = !FEW ? 4 : sizeof(KV) > 2 && PER > 16 ? 1 : 2, N = G * T, KEPT = N > PER ? N / PER : 1,
                      COPIES = PER > N ? PER / N : 1, /* lanes with the same score */
         LANES = PER / G,                             /* lanes of a query */
         SLOTS = RFK_BLOCK / PER;
+};
+
+/* A block's share of a step: splits of a row, one after another. */
+struct rfk_decode_share {
+    uint32_t row, cells;      /* cells: positions of a split */
+    uint32_t first, per_block; /* its first split; splits of a block */
+    uint32_t n_splits, n_blocks, slot; /* of the row; slot: where its parts begin. n_splits 0: no share */
 };
 
 #define RFK_DECODE_JOIN 4096 /* floats: from eight waves, eight heads of 64, four of 128 or two of 256 */
@@ -9997,7 +10019,9 @@ template <int G, int PER> struct rfk_decode_shared {
     alignas(16) float join[RFK_DECODE_JOIN]; /* [query][wave] weighted sums */
     float norm[2][PER * 8];               /* weights of the norms of queries and keys */
     float peak[G][8][2];                  /* [query][wave] maximum, sum of weights */
-    uint32_t is_last, n_splits;           /* here for lack of registers */
+    alignas(16) float kept[2][PER * 2 + PER / 4]; /* the new key and value in Q8_0, as in their cells */
+    rfk_decode_share share;
+    uint32_t is_last, seen;               /* here for lack of registers */
 };
 
 /* A lane's pairs of a head: those that RoPE rotates, then the others. */
@@ -10007,7 +10031,7 @@ template <int WAVE, int PER> struct rfk_decode_pairs {
     float c[N], s[N];
 };
 template <int WAVE, int PER>
-RFK_DEVICE void rfk_decode_pair(rfk_decode_pairs<WAVE, PER> &o, const rfk_decode_attention_args &a) {
+RFK_DEVICE void rfk_decode_pair(rfk_decode_pairs<WAVE, PER> &o, const rfk_decode_attention_args &a, uint32_t row) {
     const uint32_t half = a.n_rot / 2, lane = threadIdx.x % WAVE;
     RFK_UNROLL(4)
     for (uint32_t k = 0; k < (uint32_t)rfk_decode_pairs<WAVE, PER>::N; k++) {
@@ -10015,8 +10039,8 @@ RFK_DEVICE void rfk_decode_pair(rfk_decode_pairs<WAVE, PER> &o, const rfk_decode
         const bool rotates = i < half;
         o.first[k] = rotates && a.neox ? i : 2 * i;
         o.second[k] = rotates && a.neox ? i + half : 2 * i + 1;
-        o.c[k] = rotates ? a.angles[blockIdx.z * RFK_MAX_HEAD + 2 * i] : 1.0f;
-        o.s[k] = rotates ? a.angles[blockIdx.z * RFK_MAX_HEAD + 2 * i + 1] : 0.0f;
+        o.c[k] = rotates ? a.angles[row * RFK_MAX_HEAD + 2 * i] : 1.0f;
+        o.s[k] = rotates ? a.angles[row * RFK_MAX_HEAD + 2 * i + 1] : 0.0f;
     }
 }
 
@@ -10035,7 +10059,7 @@ RFK_DEVICE void rfk_decode_norms(rfk_decode_shared<G, PER> &s, const rfk_decode_
 /* To s.x: the KV head's queries, normed, rotated and scaled, and the new key and value if this block owns them, a wave
  * each. Scores are exponents of 2. */
 template <int WAVE, int G, int PER>
-RFK_DEVICE void rfk_decode_queries(rfk_decode_shared<G, PER> &s, const rfk_decode_attention_args &a, uint32_t kv_head,
+RFK_DEVICE void rfk_decode_queries(rfk_decode_shared<G, PER> &s, const rfk_decode_attention_args &a, uint32_t row,
                                 uint32_t group, bool owns_key, const rfk_decode_pairs<WAVE, PER> &pairs) {
     const int N = rfk_decode_pairs<WAVE, PER>::N, WAVES = RFK_BLOCK / WAVE, AT_ONCE = G + 2 > WAVES ? 2 : 1;
     const uint32_t lane = threadIdx.x % WAVE;
@@ -10046,10 +10070,10 @@ RFK_DEVICE void rfk_decode_queries(rfk_decode_shared<G, PER> &s, const rfk_decod
         for (uint32_t j = 0; j < (uint32_t)AT_ONCE; j++) {
             const uint32_t h = h0 + j * WAVES;
             const bool wanted = h < G ? h < group : owns_key && h < G + 2;
-            const float *from = h > G    ? a.v + (size_t)blockIdx.z * a.v_stride
-                                : h == G ? a.k + (size_t)blockIdx.z * a.k_stride
-                                         : a.q + (size_t)blockIdx.z * a.q_stride;
-            from += (h < G ? (size_t)kv_head * group + h : kv_head) * a.head_dim;
+            const float *from = h > G    ? a.v + (size_t)row * a.v_stride
+                                : h == G ? a.k + (size_t)row * a.k_stride
+                                         : a.q + (size_t)row * a.q_stride;
+            from += (h < G ? (size_t)blockIdx.x * group + h : blockIdx.x) * a.head_dim;
             RFK_UNROLL(4)
             for (uint32_t k = 0; k < (uint32_t)N; k++) {
                 bool inside = wanted && 2 * (lane + k * WAVE) < a.head_dim;
@@ -10148,11 +10172,11 @@ RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const r
     float score[S::N], x[8], keys[S::T][8], keep;
     if (in.new_pos >= first && in.new_pos - first < (uint32_t)(S::T * S::SLOTS)) {
         rfk_decode_raw<KV, PER> made;
-        made.make(packed ? s.join : s.x[G]);
+        made.make(packed ? s.kept[0] : s.x[G]);
         RFK_UNROLL(4)
         for (uint32_t t = 0; t < (uint32_t)S::T; t++)
             if (first + t * S::SLOTS == in.new_pos) o.k[t] = made;
-        made.make(packed ? s.join + PER * 8 : s.x[G + 1]);
+        made.make(packed ? s.kept[1] : s.x[G + 1]);
         RFK_UNROLL(4)
         for (uint32_t t = 0; t < (uint32_t)S::T; t++)
             if (first + t * S::SLOTS == in.new_pos) o.v[t] = made;
@@ -10218,11 +10242,11 @@ struct rfk_decode_output {
     rfk_int8_rows x8;
     uint32_t kv_head, group, n_heads, head_dim;
 };
-RFK_DEVICE rfk_decode_output rfk_decode_output_of(const rfk_decode_attention_args &a, uint32_t kv_head,
-                                                  uint32_t group) {
-    const rfk_decode_output to = {a.out + (size_t)blockIdx.z * a.out_stride,
-                                  a.part + (size_t)blockIdx.z * gridDim.y * a.n_heads * (a.head_dim + 4), a.x8,
-                                  kv_head, group, a.n_heads, a.head_dim};
+RFK_DEVICE rfk_decode_output rfk_decode_output_of(const rfk_decode_attention_args &a, uint32_t group,
+                                                  const rfk_decode_share &share) {
+    const rfk_decode_output to = {a.out + (size_t)share.row * a.out_stride,
+                                  a.part + (size_t)share.slot * a.n_heads * (a.head_dim + 4), a.x8, blockIdx.x,
+                                  group, a.n_heads, a.head_dim};
     return to;
 }
 
@@ -10238,9 +10262,10 @@ RFK_DEVICE void rfk_decode_out(const rfk_decode_output &to, uint32_t query, uint
     if (to.x8.q) rfk_quantize4<WAVE>(to.x8, 0, to.n_heads * to.head_dim, i, x, inside);
 }
 
-/* Where split y leaves its weighted sums, [query][head_dim], and after them each query's maximum and sum of weights. */
+/* Where split y leaves its weighted sums, [kv head][query][head_dim], and after a KV head's each query's maximum and
+ * sum of weights. */
 RFK_DEVICE float *rfk_decode_part(const rfk_decode_output &to, uint32_t y) {
-    return to.part + (size_t)(to.kv_head * gridDim.y + y) * to.group * (to.head_dim + 4);
+    return to.part + ((size_t)y * to.n_heads + to.kv_head * to.group) * (to.head_dim + 4);
 }
 
 /* Combine the lanes of a wave (reduce-scatter): v becomes the lane's share of the weighted sums, [query][8] from the
@@ -10249,7 +10274,7 @@ template <int WAVE, class KV, int G, int PER>
 RFK_DEVICE uint32_t rfk_decode_join_wave(rfk_decode_shared<G, PER> &s, const rfk_decode_work<KV, G, PER> &o,
                                       float (&v)[G * 8]) {
     typedef rfk_decode_shape<KV, G, PER> S;
-    const uint32_t lane = threadIdx.x % WAVE, base = lane - lane % PER;
+    const uint32_t thread = rfk_computed_here_amd(threadIdx.x), lane = thread % WAVE, base = lane - lane % PER;
     float top = o.largest, sum = o.sum;
     for (int mask = 1; mask < S::LANES; mask *= 2) sum += rfk_shuffle_xor<WAVE>(sum, mask);
     for (int mask = PER; mask < WAVE; mask *= 2) top = fmaxf(top, rfk_shuffle_xor<WAVE>(top, mask));
@@ -10257,8 +10282,8 @@ RFK_DEVICE uint32_t rfk_decode_join_wave(rfk_decode_shared<G, PER> &s, const rfk
     sum *= own;
     for (int mask = PER; mask < WAVE; mask *= 2) sum += rfk_shuffle_xor<WAVE>(sum, mask);
     if (lane < PER && lane % S::LANES == 0) {
-        s.peak[lane / S::LANES][threadIdx.x / WAVE][0] = top;
-        s.peak[lane / S::LANES][threadIdx.x / WAVE][1] = sum;
+        s.peak[lane / S::LANES][thread / WAVE][0] = top;
+        s.peak[lane / S::LANES][thread / WAVE][1] = sum;
     }
     RFK_UNROLL(8)
     for (uint32_t g = 0; g < (uint32_t)G; g++) {
@@ -10283,11 +10308,12 @@ RFK_DEVICE uint32_t rfk_decode_join_wave(rfk_decode_shared<G, PER> &s, const rfk
     return first;
 }
 
-/* Combine the waves of the block: the result if this is the only split, else a part. */
+/* Combine the waves of the block: the result if the row has one split, else the part of split y. */
 template <int WAVE, class KV, int G, int PER>
-RFK_DEVICE void rfk_decode_join(rfk_decode_shared<G, PER> &s, const rfk_decode_output &out, bool only,
+RFK_DEVICE void rfk_decode_join(rfk_decode_shared<G, PER> &s, const rfk_decode_output &out, uint32_t y,
                              const rfk_decode_work<KV, G, PER> &o) {
-    const uint32_t lane = threadIdx.x % PER, wave = threadIdx.x / WAVE, group = out.group, dim = out.head_dim;
+    const uint32_t thread = rfk_computed_here_amd(threadIdx.x), lane = thread % PER, wave = thread / WAVE,
+                   group = out.group, dim = out.head_dim;
     const int waves = RFK_BLOCK / WAVE, row = PER * 8, fit = RFK_DECODE_JOIN / (waves * row),
             at_once = fit < G ? fit : G,
               n_values = G * 8 * PER / WAVE;
@@ -10295,7 +10321,7 @@ RFK_DEVICE void rfk_decode_join(rfk_decode_shared<G, PER> &s, const rfk_decode_o
     const uint32_t first = rfk_decode_join_wave<WAVE, KV, G, PER>(s, o, v);
     RFK_UNROLL(1)
     for (uint32_t g0 = 0; g0 < group; g0 += at_once) {
-        if (g0 || rfk_decode_raw<KV, PER>::PACKED) __syncthreads(); /* s.join is still read */
+        if (g0) __syncthreads(); /* s.join is still read */
         RFK_UNROLL(8)
         for (uint32_t j = 0; j < (uint32_t)(n_values + 7) / 8; j++) {
             const uint32_t g = first / 8 + j - g0;
@@ -10311,7 +10337,7 @@ RFK_DEVICE void rfk_decode_join(rfk_decode_shared<G, PER> &s, const rfk_decode_o
             }
         }
         __syncthreads();
-        const uint32_t g = threadIdx.x / (PER * 2), c = threadIdx.x % (PER * 2), head = g0 + g; /* of the group */
+        const uint32_t g = thread / (PER * 2), c = thread % (PER * 2), head = g0 + g; /* of the group */
         const bool inside = g < (uint32_t)at_once && head < group && c * 4 < dim;
         float x[4] = {0, 0, 0, 0}, top = -3e38f, weights = 0;
         if (inside) {
@@ -10325,13 +10351,13 @@ RFK_DEVICE void rfk_decode_join(rfk_decode_shared<G, PER> &s, const rfk_decode_o
                 x[0] += weight * four.x, x[1] += weight * four.y, x[2] += weight * four.z, x[3] += weight * four.w;
             }
         }
-        if (only) {
+        if (s.share.n_splits == 1) {
             const float inverse = inside ? 1.0f / weights : 0.0f;
             RFK_UNROLL(4)
             for (int k = 0; k < 4; k++) x[k] *= inverse;
             rfk_decode_out<WAVE>(out, head, c, x, inside);
         } else if (inside) {
-            float *part = rfk_decode_part(out, blockIdx.y);
+            float *part = rfk_decode_part(out, y);
             const float4 four = {x[0], x[1], x[2], x[3]};
             *reinterpret_cast<float4 *>(part + head * dim + c * 4) = four;
             if (c == 0) part[group * dim + 2 * head] = top, part[group * dim + 2 * head + 1] = weights;
@@ -10341,13 +10367,12 @@ RFK_DEVICE void rfk_decode_join(rfk_decode_shared<G, PER> &s, const rfk_decode_o
 
 /* Whether this is the last block of the KV head to finish: it sees the parts of the others. */
 template <int G, int PER>
-RFK_DEVICE bool rfk_decode_last(rfk_decode_shared<G, PER> &s, const rfk_decode_attention_args &a, uint32_t kv_head,
-                             uint32_t n_splits) {
+RFK_DEVICE bool rfk_decode_last(rfk_decode_shared<G, PER> &s, const rfk_decode_attention_args &a) {
     __threadfence(); /* make this block's part visible before its ticket */
     __syncthreads();
     if (threadIdx.x == 0) {
-        uint32_t *ticket = a.tickets + blockIdx.z * a.n_kv_heads + kv_head;
-        s.is_last = atomicAdd(ticket, 1u) == n_splits - 1;
+        uint32_t *ticket = a.tickets + s.share.row * a.n_kv_heads + blockIdx.x;
+        s.is_last = atomicAdd(ticket, 1u) == s.share.n_blocks - 1;
         if (s.is_last) *ticket = 0;
     }
     __syncthreads();
@@ -10401,7 +10426,7 @@ RFK_CALLED void rfk_decode_join_splits(float *join, rfk_decode_output out, uint3
                                        uint32_t row) {
     const uint32_t all = G * row, columns = all < RFK_BLOCK ? all : RFK_BLOCK, sets = RFK_BLOCK / columns,
                    AT_ONCE = 16, /* parts in flight a thread */
-        set = threadIdx.x / columns, stride = out.group * (out.head_dim + 4);
+        set = threadIdx.x / columns, stride = out.n_heads * (out.head_dim + 4);
     float *sums = join + G * RFK_DECODE_SPLITS;
     RFK_UNROLL(1)
     for (uint32_t first = 0; first < all; first += columns) {
@@ -10451,7 +10476,7 @@ RFK_DEVICE void rfk_decode_store(rfk_decode_shared<G, PER> &s, KV *k, KV *v, uin
         rfk_store_value(v + row + e, s.x[G + 1][e]);
     }
 }
-/* The same to Q8_0, and to s.join in the same layout: four values a thread. All threads take part. */
+/* The same to Q8_0, and to s.kept in the same layout: four values a thread. All threads take part. */
 template <int WAVE, int G, int PER>
 RFK_DEVICE void rfk_decode_store(rfk_decode_shared<G, PER> &s, rfk_q8 *k, rfk_q8 *v, uint32_t cell, uint32_t dim) {
     const uint32_t part = threadIdx.x / (2 * PER), i = threadIdx.x % (2 * PER); /* part: key, value */
@@ -10464,7 +10489,7 @@ RFK_DEVICE void rfk_decode_store(rfk_decode_shared<G, PER> &s, rfk_q8 *k, rfk_q8
     const uint32_t packed = (uint32_t)rfk_quantize_lane<WAVE>(x, &d, &sum);
     if (part < 2) {
         uint32_t *row = reinterpret_cast<uint32_t *>((part ? v : k) + rfk_decode_raw<rfk_q8, PER>::row(cell, 0)),
-                 *kept = reinterpret_cast<uint32_t *>(s.join + part * (PER * 8));
+                 *kept = reinterpret_cast<uint32_t *>(s.kept[part]);
         row[i] = kept[i] = packed;
         if (i % 8 == 0) {
             const uint16_t scale = rfk_to_half(d);
@@ -10484,11 +10509,11 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_decode_keys(rfk_decode_attenti
     RFK_SHARED(shared, s);
     const rf_step_row row = a.rows[blockIdx.z];
     rfk_decode_pairs<WAVE, PER> pairs;
-    rfk_decode_pair<WAVE, PER>(pairs, a);
+    rfk_decode_pair<WAVE, PER>(pairs, a, blockIdx.z);
     rfk_decode_norms<1, PER>(s, a);
     rfk_start_next();
     rfk_wait_previous();
-    rfk_decode_queries<WAVE, 1, PER>(s, a, blockIdx.x, 0, true, pairs);
+    rfk_decode_queries<WAVE, 1, PER>(s, a, blockIdx.z, 0, true, pairs);
     __syncthreads();
     const size_t head = rfk_decode_raw<KV, PER>::row(1, a.head_dim) *
                         ((size_t)row.seq * a.n_kv_heads + blockIdx.x) * a.n_cells;
@@ -10496,30 +10521,99 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_decode_keys(rfk_decode_attenti
                            a.head_dim);
 }
 
-/* grid [n_kv_heads, splits, rows]   block 256   LDS up to 27 KiB   reads each key and value once for the whole group
- * The visible positions are divided evenly over the splits of the grid, at least RFK_DECODE_CELLS each; blocks without
- * positions return. */
+/* ---- shares of a step ----
+ * All blocks run at once if the rows' sequences allow it: where steps of few rows have more splits than that, a block
+ * takes several of a row, and where they have fewer, longer sequences get more blocks. */
+
+struct rfk_decode_rows {
+    const rf_step_row *rows;
+    uint32_t n_rows, window, max_splits;
+    uint32_t unit; /* positions of a split are multiples of it */
+};
+
+/* Positions that a row sees. */
+RFK_DEVICE uint32_t rfk_decode_visible(const rfk_decode_rows &of, uint32_t row) {
+    const uint32_t n = (uint32_t)of.rows[row].pos + 1;
+    return of.window && n > of.window ? of.window : n;
+}
+
+/* A row's splits if a block takes up to `room` positions. With max_splits they depend on its sequence alone. */
+RFK_DEVICE rfk_decode_share rfk_decode_cut(const rfk_decode_rows &of, uint32_t row, uint32_t room) {
+    const uint32_t n = rfk_decode_visible(of, row), most = of.max_splits ? of.max_splits : (n + room - 1) / room;
+    rfk_decode_share o = {row, (n + most - 1) / most, 0, 1, 0, 0, 0};
+    if (o.cells < RFK_DECODE_CELLS) o.cells = RFK_DECODE_CELLS;
+    o.cells = (o.cells + of.unit - 1) / of.unit * of.unit;
+    o.n_splits = (n + o.cells - 1) / o.cells;
+    if (of.max_splits && room > o.cells) o.per_block = room / o.cells;
+    o.n_blocks = (o.n_splits + o.per_block - 1) / o.per_block;
+    return o;
+}
+
+/* The share of block blockIdx.y of a KV head, found by a wave: the smallest room, about, with which the grid is large
+ * enough. Called: one copy for all kernels. */
+template <int WAVE> RFK_CALLED void rfk_decode_find_share(rfk_decode_share *to, rfk_decode_rows of) {
+    const uint32_t lane = threadIdx.x % WAVE;
+    uint32_t all = 0, own = 0, at;
+    for (uint32_t row = lane; row < of.n_rows; row += WAVE) all += rfk_decode_visible(of, row);
+    uint32_t room = rfk_wave_sum<WAVE>(all) / gridDim.y + 1;
+    RFK_UNROLL(1)
+    for (;; room += room / 8 + RFK_DECODE_CELLS) {
+        own = 0;
+        for (uint32_t row = lane; row < of.n_rows; row += WAVE) own += rfk_decode_cut(of, row, room).n_blocks;
+        if (rfk_wave_sum<WAVE>(own) <= gridDim.y) break;
+    }
+    at = own;
+    for (uint32_t distance = 1; distance < (uint32_t)WAVE; distance *= 2) { /* of the lanes up to this one */
+        const uint32_t before = rfk_shuffle<WAVE>(at, lane >= distance ? lane - distance : lane);
+        at += lane >= distance ? before : 0;
+    }
+    at -= own;
+    for (uint32_t row = lane; row < of.n_rows; row += WAVE) {
+        rfk_decode_share o = rfk_decode_cut(of, row, room);
+        o.first = (blockIdx.y - at) * o.per_block;
+        o.slot = of.max_splits ? row * of.max_splits : at;
+        if (blockIdx.y >= at && blockIdx.y - at < o.n_blocks) *to = o;
+        at += o.n_blocks;
+    }
+    if (lane == WAVE - 1 && blockIdx.y >= at) to->n_splits = 0;
+}
+
+/* Forget the positions so far, but not those that were loaded. */
+template <class KV, int G, int PER> RFK_DEVICE void rfk_decode_begin(rfk_decode_work<KV, G, PER> &work) {
+    work.largest = -3e38f; /* finite: nothing seen yet */
+    work.sum = 0;
+    for (int g = 0; g < G; g++)
+        for (int e = 0; e < 8; e++) work.acc[g][e] = 0;
+}
+
+/* grid [n_kv_heads, shares]   block 256   LDS up to 30 KiB   reads each key and value once for the whole group
+ * The visible positions of a row are divided evenly over its splits, at least RFK_DECODE_CELLS each; blocks without a
+ * share return. */
 template <int WAVE, class KV, int G, int PER>
 static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_decode_attention(rfk_decode_attention_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
     typedef rfk_decode_shape<KV, G, PER> S;
     typedef rfk_decode_shared<G, PER> shared;
     RFK_SHARED(shared, s);
+    const uint32_t kv_head = blockIdx.x, group = a.n_heads / a.n_kv_heads, pass = S::T * S::SLOTS,
+                   unit = pass > 32 ? pass : 32; /* splits end where a pass does, but for the last */
     /* written before the previous kernel began: the step's rows, angles, keys and values of older positions */
-    const rf_step_row row = a.rows[blockIdx.z];
-    const uint32_t kv_head = blockIdx.x, group = a.n_heads / a.n_kv_heads;
-    uint32_t n = (uint32_t)row.pos + 1, seen = 0; /* visible positions, and the cell of the first */
-    if (a.window && n > a.window) seen = (n - a.window) % a.n_cells, n = a.window;
-    const uint32_t pass = S::T * S::SLOTS, min = pass > RFK_DECODE_CELLS ? pass : RFK_DECODE_CELLS;
-    uint32_t cells = (n + gridDim.y - 1) / gridDim.y;
-    cells = cells < min ? min : (cells + 31) / 32 * 32;
-    const uint32_t n_splits = (n + cells - 1) / cells, begin = seen + blockIdx.y * cells;
-    if (blockIdx.y >= n_splits) {
+    if (threadIdx.x < WAVE) {
+        const rfk_decode_rows of = {a.rows, a.n_rows, a.window, a.max_splits, unit};
+        rfk_decode_find_share<WAVE>(&s.share, of);
+    }
+    __syncthreads();
+    if (s.share.n_splits == 0) {
         rfk_wait_previous();
         return;
     }
-    const uint32_t all = seen + n, end = begin + cells < all ? begin + cells : all, lane = threadIdx.x % PER,
-                   slot = threadIdx.x / PER;
+    const rf_step_row row = a.rows[rfk_uniform(s.share.row)];
+    const uint32_t cells = rfk_uniform(s.share.cells);
+    uint32_t n = (uint32_t)row.pos + 1, seen = 0; /* visible positions, and the cell of the first */
+    if (a.window && n > a.window) seen = (n - a.window) % a.n_cells, n = a.window;
+    const uint32_t begin = seen + rfk_uniform(s.share.first) * cells, all = seen + n,
+                   more = begin + rfk_uniform(s.share.per_block) * cells, end = more < all ? more : all,
+                   lane = threadIdx.x % PER, slot = threadIdx.x / PER;
     const bool owns_key = end == all && !a.is_stored, inside = lane * 8 < a.head_dim;
     const size_t head =
         rfk_decode_raw<KV, PER>::row(1, a.head_dim) * ((size_t)row.seq * a.n_kv_heads + kv_head) * a.n_cells;
@@ -10531,31 +10625,35 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_decode_atten
     if (a.is_stored) rfk_wait_previous();
     rfk_decode_load<KV, PER, S::T>(work.k, in.k, a.n_cells, a.head_dim, begin + slot, S::SLOTS, in.older_end);
     rfk_decode_load<KV, PER, S::T>(work.v, in.v, a.n_cells, a.head_dim, begin + slot, S::SLOTS, in.older_end);
-    rfk_decode_pair<WAVE, PER>(pairs, a);
-    work.largest = -3e38f; /* finite: nothing seen yet */
-    work.sum = 0;
-    for (int g = 0; g < G; g++)
-        for (int e = 0; e < 8; e++) work.acc[g][e] = 0;
-    if (a.sinks && blockIdx.y == 0 && slot == 0 && lane / S::LANES < group) {
+    rfk_decode_pair<WAVE, PER>(pairs, a, s.share.row);
+    rfk_decode_begin(work);
+    if (a.sinks && s.share.first == 0 && slot == 0 && lane / S::LANES < group) {
         const uint32_t h = kv_head * group + lane / S::LANES;
         work.largest = rfk_load_any(a.sinks, a.sinks_type, h) * RFK_LOG2_E;
         work.sum = lane % S::LANES == 0 ? 1.0f : 0.0f;
     }
-    if (threadIdx.x == 0) s.n_splits = n_splits;
+    if (threadIdx.x == 0) s.seen = seen;
     rfk_decode_norms<G, PER>(s, a);
     if (!a.is_stored) rfk_wait_previous();
-    rfk_decode_queries<WAVE, G, PER>(s, a, kv_head, group, owns_key, pairs);
+    rfk_decode_queries<WAVE, G, PER>(s, a, s.share.row, group, owns_key, pairs);
     __syncthreads();
     if (owns_key)
         rfk_decode_store<WAVE>(s, (KV *)a.k_state + head, (KV *)a.v_state + head,
-                               (uint32_t)row.pos % a.n_cells, a.head_dim);
+                               (uint32_t)a.rows[s.share.row].pos % a.n_cells, a.head_dim);
+    uint32_t stop = begin + cells < end ? begin + cells : end; /* of a split */
     RFK_UNROLL(1)
-    for (uint32_t first = begin; first < end; first += S::T * S::SLOTS)
+    for (uint32_t first = begin;; first += pass) {
         rfk_decode_positions<WAVE, KV, G, PER>(s, a, in, first + slot, work);
-    const rfk_decode_output out = rfk_decode_output_of(a, kv_head, group);
-    rfk_decode_join<WAVE, KV, G, PER>(s, out, s.n_splits == 1, work);
-    if (s.n_splits > 1 && rfk_decode_last<G, PER>(s, a, kv_head, s.n_splits))
-        rfk_decode_join_splits<WAVE>(s.join, out, s.n_splits, G, PER * 2);
+        const uint32_t next = first + pass;
+        if (next < stop) continue;
+        rfk_decode_join<WAVE, KV, G, PER>(s, rfk_decode_output_of(a, group, s.share), (first - s.seen) / cells, work);
+        if (next >= end) break;
+        stop = next + cells < end ? next + cells : end;
+        rfk_decode_begin(work);
+        __syncthreads(); /* what the waves joined is read */
+    }
+    if (s.share.n_splits > 1 && rfk_decode_last<G, PER>(s, a))
+        rfk_decode_join_splits<WAVE>(s.join, rfk_decode_output_of(a, group, s.share), s.share.n_splits, G, PER * 2);
 }
 
 /* ==== 6 Device ========================================================================================== >>device
@@ -11849,6 +11947,7 @@ static void rfk_weight_clear(rf_table *t, uint32_t slot) {
 
 #define RFK_FEW_MAX 16u /* rows: in steps up to here a row's results have the same bits, whatever else is in the step */
 #define RFK_FEW_STEP 32u /* rows: steps up to here run by the launches of a decode step */
+#define RFK_DECODE_ROWS 128u /* rows: steps up to here take its attention, if no sequence has many of them */
 #define RFK_MATVEC_COLS RFK_FEW_MAX /* columns: matvec up to here, tiles beyond */
 #define RFK_SPLIT_ROWS RFK_FEW_MAX  /* rows: steps up to here split attention */
 #define RFK_MAX_TILE_SPLITS 16u
@@ -11945,6 +12044,7 @@ struct rf_prepared {
     uint32_t *fused_of; /* [n_segments + 1] first launch of each */
     uint32_t n_fused, decode_splits;
     uint32_t n_few;         /* rows of a step that runs by these launches, at most */
+    uint32_t n_attend;      /* the same of a step that runs by the fused attention among them */
     rfk_few_columns few;    /* the input of its matvecs, of several rows */
     rfk_int8_rows deferred; /* a deferred norm, and its sums of squares */
     float *deferred_squares;
@@ -12297,12 +12397,12 @@ static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
     rfk_take_bytes(&at, &p->few.e, columns / 32 * sizeof *p->few.e);
     rfk_take_bytes(&at, &p->few.sum, columns / 16 * sizeof *p->few.sum);
     rfk_take_bytes(&at, &p->few.squares, columns / 32 * sizeof *p->few.squares);
-    rfk_take_bytes(&at, &p->angles, few * p->n_ropes * RFK_MAX_HEAD * sizeof *p->angles);
+    const uint64_t attend = p->n_attend, few_parts = (attend < RFK_FEW_MAX ? attend : RFK_FEW_MAX) * p->decode_splits,
+                   parts = few_parts > attend + p->decode_splits ? few_parts : attend + p->decode_splits;
+    rfk_take_bytes(&at, &p->angles, attend * p->n_ropes * RFK_MAX_HEAD * sizeof *p->angles);
     rfk_take_bytes(&at, &p->decode_part,
-                   p->n_ropes ? (few < RFK_FEW_MAX ? few : RFK_FEW_MAX) * heads * p->decode_splits * (dim + 4) *
-                                    sizeof *p->decode_part
-                              : 0);
-    rfk_take_bytes(&at, &p->tickets, few * heads * sizeof *p->tickets);
+                   p->n_ropes ? parts * heads * (dim + 4) * sizeof *p->decode_part : 0);
+    rfk_take_bytes(&at, &p->tickets, attend * heads * sizeof *p->tickets);
     rfk_take_bytes(&at, &p->kept_logits, n_kept * sizeof *p->kept_logits);
     rfk_take_bytes(&at, &p->differ, sizeof *p->differ);
     rfk_take_bytes(&at, &p->now, 2 * sizeof *p->now);
@@ -12321,7 +12421,7 @@ static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
     rfk_take_bytes(&at, &p->deferred.group, widest / 32 * sizeof *p->deferred.group);
     rfk_take_bytes(&at, &p->deferred_squares, widest / 32 * sizeof *p->deferred_squares);
     if (n_kept == 0) p->kept_logits = NULL;
-    p->n_tickets = (uint32_t)(few * heads);
+    p->n_tickets = (uint32_t)(attend * heads);
     return at - (uintptr_t)memory + 256;
 }
 
@@ -13017,6 +13117,7 @@ static rf_result rfk_plan_create(rf_dev *d, const rf_plan_bind *bind, rf_prepare
     p->members = bind->members;
     const int has_few = !(d->wrong_units & RFK_WRONG_BYTES) && (d->has_units || d->wave == 32);
     p->n_few = !has_few ? 1 : p->n_batch < RFK_FEW_STEP ? p->n_batch : RFK_FEW_STEP;
+    p->n_attend = p->n_batch < RFK_DECODE_ROWS ? p->n_batch : RFK_DECODE_ROWS;
     p->ops = (rfk_bound *)rfk_alloc(&d->allocator, plan->n_ops, sizeof *p->ops, "a prepared plan", err);
     p->segments =
         (uint32_t *)rfk_alloc(&d->allocator, (uint64_t)plan->n_ops + 1, sizeof *p->segments, "segments", err);
@@ -14461,12 +14562,13 @@ static void (*rfk_find_decode_attention(uint32_t cache_type, const rf_op *op))(r
     return rfk_decode_attention_by<WAVE, uint16_t>(op);
 }
 
-/* How many of n_splits splits have positions in any row of the step, at most. If some have none, those that have take
- * RFK_DECODE_CELLS each, whatever the grid: results keep their bits. */
-static uint32_t rfk_used_splits(const rf_prepared *p, uint32_t window, uint32_t n_splits) {
-    const uint32_t n = window && window < p->positions ? window : p->positions,
-                   used = rfk_ceil_div(n, RFK_DECODE_CELLS);
-    return used < n_splits ? used : n_splits;
+/* Shares of a KV head in the grid of a step: as many blocks as fit at once, or one for each row and half as many more
+ * for those of long sequences; not more than have positions. */
+static uint32_t rfk_decode_shares(const rf_prepared *p, uint32_t window, uint32_t n_rows) {
+    const uint32_t n = window && window < p->positions ? window : p->positions, fit = p->decode_splits,
+                   most = n_rows + fit / 2 > fit ? n_rows + fit / 2 : fit,
+                   splits = rfk_ceil_div(n, RFK_DECODE_CELLS), used = n_rows * (splits < fit ? splits : fit);
+    return used < most ? used : most;
 }
 
 static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) {
@@ -14484,7 +14586,7 @@ static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) 
         a.norm[i] = rfk_vector(p, ops[f->norms[i]].weight, 0, &a.norm_type[i]);
         a.eps[i] = ops[f->norms[i]].norm.eps;
     }
-    a.angles = p->angles + f->angles * p->n_few * RFK_MAX_HEAD;
+    a.angles = p->angles + f->angles * p->n_attend * RFK_MAX_HEAD;
     a.sinks = rfk_vector(p, op->weight, 0, &a.sinks_type);
     a.k_state = p->ops[f->attention].k;
     a.v_state = p->ops[f->attention].v;
@@ -14516,10 +14618,9 @@ static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) 
         const rf_result r = rfk_enqueue_config(l, keys, c, a);
         if (r != RF_OK) return r;
     }
-    uint32_t n_splits = p->decode_splits;
-    if (l->n_rows > RFK_FEW_MAX) /* as many blocks as for so many rows */
-        n_splits = p->decode_splits * RFK_FEW_MAX / l->n_rows ? p->decode_splits * RFK_FEW_MAX / l->n_rows : 1;
-    c.grid.y = rfk_used_splits(p, a.window, n_splits);
+    a.n_rows = l->n_rows;
+    a.max_splits = l->n_rows <= RFK_FEW_MAX ? p->decode_splits : 0;
+    c.grid = dim3(att->n_kv_heads, rfk_decode_shares(p, a.window, l->n_rows));
     void (*kernel)(rfk_decode_attention_args) = RFK_BY_WAVE(l, rfk_find_decode_attention<32>(p->cache_type, op),
                                                          rfk_find_decode_attention<64>(p->cache_type, op));
     return rfk_enqueue_config(l, kernel, c, a);
@@ -14618,6 +14719,11 @@ static rf_result rfk_run_mixture(rfk_launching *l, const rfk_fused *f) {
     return rfk_enqueue_config(l, RFK_BY_WAVE(l, rfk_find_mixture<32>(type), rfk_find_mixture<64>(type)), c, a);
 }
 
+/* Whether the step takes the attention of a decode step, where the plan has it fused. */
+static bool rfk_takes_decode_attention(const rf_prepared *p, const rf_step *step) {
+    return step->n_rows <= p->n_attend && !rfk_has_runs(step) && !p->events;
+}
+
 /* The RoPE tables that this call's attention needs: factors of others may not be loaded. */
 static rf_result rfk_run_angles(rfk_launching *l) {
     rf_prepared *p = l->p;
@@ -14634,7 +14740,7 @@ static rf_result rfk_run_angles(rfk_launching *l) {
         l->index = (uint32_t)(op - p->plan->ops);
         of->table = p->tables + op->rope.table;
         of->freqs = rfk_vector(p, op->weight, 0, &of->freqs_type);
-        of->out = p->angles + i * p->n_few * RFK_MAX_HEAD;
+        of->out = p->angles + i * p->n_attend * RFK_MAX_HEAD;
         of->n_rot = op->rope.n_rot;
         of->scale = op->rope.scale;
         of->shift = op->rope.shift;
@@ -14800,24 +14906,36 @@ static rf_result rfk_run_fused(rf_prepared *p, rf_queue *q, const rf_step *step,
     if (p->plan->ops[f->first].kind == RF_OP_SUM && f->first > 0 &&
         rfk_pushes(p, step, f->first - 1) == RFK_PUSHES_FLAGGED)
         return rfk_run_fused_matvec(&l, f - 1);
-    if (f->kind == RFK_FUSED_ATTENTION && !rfk_has_runs(step)) return rfk_run_decode_attention(&l, f);
+    if (f->kind == RFK_FUSED_ATTENTION && rfk_takes_decode_attention(p, step)) return rfk_run_decode_attention(&l, f);
     if (f->kind == RFK_FUSED_NORM_DOTS) return rfk_run_norm_dots(&l, f);
     if (f->kind == RFK_FUSED_UP || f->kind == RFK_FUSED_DOWN) return rfk_run_mixture(&l, f);
     if (f->kind == RFK_FUSED_OP && rfk_makes_route(p, i + 1)) return RF_OK;
     return rfk_run_each(p, q, step, f, err);
 }
 
-/* Run the ops of segments [first, last). While timing, each op is a launch of its own between two events. */
+/* Run the ops of segments [first, last), those of fused attention as a decode step does if the rows are of different
+ * sequences. While timing, each op is a launch of its own between two events. */
 static rf_result rfk_run_segments(rf_prepared *p, rf_queue *q, uint32_t first, uint32_t last, const rf_step *step,
                                   rf_error *err) {
     rf_result r = RF_OK;
+    const rfk_fused *f = p->fused + p->fused_of[first], *none = p->fused + p->fused_of[last];
+    const bool attends = rfk_takes_decode_attention(p, step);
+    rfk_launching l = rfk_begin_launch(p, q, step, err);
+    l.n_rows = step->n_rows;
     rfk_begin_fused(p, p->fused_of[first], p->fused_of[last]);
     if (rfk_is_fused_step(p, step)) {
         for (uint32_t i = p->fused_of[first]; r == RF_OK && i < p->fused_of[last]; i++)
             r = rfk_run_fused(p, q, step, i, err);
         return r;
     }
+    if (attends) r = rfk_run_angles(&l);
     for (uint32_t i = p->segments[first], n; r == RF_OK && i < p->segments[last]; i += n) {
+        while (f < none && f->first < i) f++;
+        if (attends && f < none && f->first == i && f->kind == RFK_FUSED_ATTENTION) {
+            n = f->n_ops;
+            r = rfk_run_decode_attention(&l, f);
+            continue;
+        }
         n = p->events ? 1 : p->ops[i].together;
         if (p->events)
             r = rfk_check(p->dev, err, hipEventRecord(p->events[2 * i], q->stream), "hipEventRecord", "timing", i);
@@ -15025,7 +15143,7 @@ static void rfk_capture_few(rf_prepared *p, rf_queue *q, const rf_step *step, rf
  * rows is captured again when a sequence outgrows it, a graph of one row is for all positions. */
 static void rfk_begin_rows(rf_prepared *p, const rf_step *step) {
     uint32_t last = 0;
-    p->are_apart = step->n_rows <= RFK_FEW_MAX;
+    p->are_apart = step->n_rows <= RFK_DECODE_ROWS;
     for (uint32_t i = 0; p->are_apart && i < step->n_rows; i++)
         for (uint32_t k = 0; k < i; k++) p->are_apart &= step->rows[i].seq != step->rows[k].seq;
     for (uint32_t i = 0; i < step->n_rows; i++)
