@@ -270,7 +270,7 @@ RFK_DEVICE float rfk_fma(float a, float b, float c) {
 }
 
 /* Sum over the wave, in every lane, added in the same order in every lane: adjacent lanes first. */
-template <int WAVE> RFK_DEVICE float rfk_wave_sum(float v) {
+template <int WAVE, class T> RFK_DEVICE T rfk_wave_sum(T v) {
     for (int mask = 1; mask < WAVE; mask *= 2) v += rfk_shuffle_xor<WAVE>(v, mask);
     return v;
 }
@@ -285,11 +285,6 @@ template <int WAVE> RFK_DEVICE void rfk_sync_lanes() {
     __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
     __builtin_amdgcn_wave_barrier();
 #endif
-}
-
-template <int WAVE> RFK_DEVICE uint32_t rfk_wave_sum(uint32_t v) {
-    for (int mask = 1; mask < WAVE; mask *= 2) v += rfk_shuffle_xor<WAVE>(v, mask);
-    return v;
 }
 
 /* Maximum over the wave, in every lane. */
@@ -9172,7 +9167,7 @@ RFK_DEVICE float rfk_exp2(float x) {
 
 /* softcap * tanh(score / softcap), in few registers; scores and softcap are in units of log2(e). */
 RFK_DEVICE float rfk_softcap_exp2(float score, float softcap, float twice_inverse) {
-    return softcap * (1 - 2 / (exp2f(score * twice_inverse) + 1));
+    return softcap - 2 * softcap / (exp2f(score * twice_inverse) + 1);
 }
 
 /* Two floats to halves, `low` in the low bits. */
@@ -9900,12 +9895,12 @@ struct rfk_decode_attention_args {
     void *k_state, *v_state; /* [seq][kv head][n_cells][dim]: position p in cell p % n_cells */
     float *out;
     float *part;       /* of splits: rfk_decode_part */
-    uint32_t *tickets; /* [row][kv head] counters of finished blocks; 0 between launches */
+    uint32_t *tickets; /* [row][kv head] counters of finished splits; 0 between launches */
     rfk_int8_rows x8;  /* the output, quantized; NULL: not wanted */
     const rf_step_row *rows;
     uint32_t norm_type[2], n_heads, n_kv_heads, head_dim, n_rot, neox, n_cells;
     uint32_t q_stride, k_stride, v_stride, out_stride; /* from row to row */
-    uint32_t n_rows, max_splits;                  /* max_splits: of a row; 0: those that fill the grid */
+    uint32_t n_shared;                            /* rows that share the grid's splits; 0: each has the same number */
     uint32_t is_stored;                           /* the step's keys and values are in their cells already */
     uint32_t window, sinks_type;                  /* window 0: all positions */
     float eps[2], scale, softcap, softcap_factor; /* as rfk_softcap_exp2 takes them; softcap 0: none */
@@ -9999,17 +9994,16 @@ template <int PER> struct rfk_decode_raw<rfk_q8, PER> {
 template <class KV, int G, int PER> struct rfk_decode_shape {
     /* FEW: few registers are left */
     static const bool FEW = G > 4 || sizeof(KV) > 2;
-    static const int T = !FEW ? 4 : sizeof(KV) > 2 && PER > 16 ? 1 : 2, N = G * T, KEPT = N > PER ? N / PER : 1,
+    static const int T = FEW ? 2 : 4, N = G * T, KEPT = N > PER ? N / PER : 1,
                      COPIES = PER > N ? PER / N : 1, /* lanes with the same score */
         LANES = PER / G,                             /* lanes of a query */
         SLOTS = RFK_BLOCK / PER;
 };
 
-/* A block's share of a step: splits of a row, one after another. */
+/* A block's split of a row. The visible positions are divided evenly over the splits, at least RFK_DECODE_CELLS each. */
 struct rfk_decode_share {
-    uint32_t row, cells;      /* cells: positions of a split */
-    uint32_t first, per_block; /* its first split; splits of a block */
-    uint32_t n_splits, n_blocks, slot; /* of the row; slot: where its parts begin. n_splits 0: no share */
+    uint32_t row, split, most; /* splits of the row, at most */
+    uint32_t slot;             /* where the parts of the row's splits begin, in splits */
 };
 
 #define RFK_DECODE_JOIN 4096 /* floats: from eight waves, eight heads of 64, four of 128 or two of 256 */
@@ -10019,9 +10013,8 @@ template <int G, int PER> struct rfk_decode_shared {
     alignas(16) float join[RFK_DECODE_JOIN]; /* [query][wave] weighted sums */
     float norm[2][PER * 8];               /* weights of the norms of queries and keys */
     float peak[G][8][2];                  /* [query][wave] maximum, sum of weights */
-    alignas(16) float kept[2][PER * 2 + PER / 4]; /* the new key and value in Q8_0, as in their cells */
     rfk_decode_share share;
-    uint32_t is_last, seen;               /* here for lack of registers */
+    uint32_t is_last, n_splits;           /* here for lack of registers */
 };
 
 /* A lane's pairs of a head: those that RoPE rotates, then the others. */
@@ -10172,11 +10165,11 @@ RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const r
     float score[S::N], x[8], keys[S::T][8], keep;
     if (in.new_pos >= first && in.new_pos - first < (uint32_t)(S::T * S::SLOTS)) {
         rfk_decode_raw<KV, PER> made;
-        made.make(packed ? s.kept[0] : s.x[G]);
+        made.make(packed ? s.join : s.x[G]);
         RFK_UNROLL(4)
         for (uint32_t t = 0; t < (uint32_t)S::T; t++)
             if (first + t * S::SLOTS == in.new_pos) o.k[t] = made;
-        made.make(packed ? s.kept[1] : s.x[G + 1]);
+        made.make(packed ? s.join + PER * 8 : s.x[G + 1]);
         RFK_UNROLL(4)
         for (uint32_t t = 0; t < (uint32_t)S::T; t++)
             if (first + t * S::SLOTS == in.new_pos) o.v[t] = made;
@@ -10242,11 +10235,12 @@ struct rfk_decode_output {
     rfk_int8_rows x8;
     uint32_t kv_head, group, n_heads, head_dim;
 };
-RFK_DEVICE rfk_decode_output rfk_decode_output_of(const rfk_decode_attention_args &a, uint32_t group,
-                                                  const rfk_decode_share &share) {
+RFK_DEVICE rfk_decode_output rfk_decode_output_of(const rfk_decode_attention_args &a, uint32_t kv_head,
+                                                  uint32_t group, const rfk_decode_share &share) {
     const rfk_decode_output to = {a.out + (size_t)share.row * a.out_stride,
-                                  a.part + (size_t)share.slot * a.n_heads * (a.head_dim + 4), a.x8, blockIdx.x,
-                                  group, a.n_heads, a.head_dim};
+                                  a.part + (size_t)(share.slot * a.n_kv_heads + kv_head * share.most) * group *
+                                               (a.head_dim + 4),
+                                  a.x8, kv_head, group, a.n_heads, a.head_dim};
     return to;
 }
 
@@ -10262,10 +10256,10 @@ RFK_DEVICE void rfk_decode_out(const rfk_decode_output &to, uint32_t query, uint
     if (to.x8.q) rfk_quantize4<WAVE>(to.x8, 0, to.n_heads * to.head_dim, i, x, inside);
 }
 
-/* Where split y leaves its weighted sums, [kv head][query][head_dim], and after a KV head's each query's maximum and
- * sum of weights. */
+/* Where split y of the row and KV head leaves its weighted sums, [query][head_dim], and after them each query's maximum
+ * and sum of weights. */
 RFK_DEVICE float *rfk_decode_part(const rfk_decode_output &to, uint32_t y) {
-    return to.part + ((size_t)y * to.n_heads + to.kv_head * to.group) * (to.head_dim + 4);
+    return to.part + (size_t)y * to.group * (to.head_dim + 4);
 }
 
 /* Combine the lanes of a wave (reduce-scatter): v becomes the lane's share of the weighted sums, [query][8] from the
@@ -10274,7 +10268,7 @@ template <int WAVE, class KV, int G, int PER>
 RFK_DEVICE uint32_t rfk_decode_join_wave(rfk_decode_shared<G, PER> &s, const rfk_decode_work<KV, G, PER> &o,
                                       float (&v)[G * 8]) {
     typedef rfk_decode_shape<KV, G, PER> S;
-    const uint32_t thread = rfk_computed_here_amd(threadIdx.x), lane = thread % WAVE, base = lane - lane % PER;
+    const uint32_t lane = threadIdx.x % WAVE, base = lane - lane % PER;
     float top = o.largest, sum = o.sum;
     for (int mask = 1; mask < S::LANES; mask *= 2) sum += rfk_shuffle_xor<WAVE>(sum, mask);
     for (int mask = PER; mask < WAVE; mask *= 2) top = fmaxf(top, rfk_shuffle_xor<WAVE>(top, mask));
@@ -10282,8 +10276,8 @@ RFK_DEVICE uint32_t rfk_decode_join_wave(rfk_decode_shared<G, PER> &s, const rfk
     sum *= own;
     for (int mask = PER; mask < WAVE; mask *= 2) sum += rfk_shuffle_xor<WAVE>(sum, mask);
     if (lane < PER && lane % S::LANES == 0) {
-        s.peak[lane / S::LANES][thread / WAVE][0] = top;
-        s.peak[lane / S::LANES][thread / WAVE][1] = sum;
+        s.peak[lane / S::LANES][threadIdx.x / WAVE][0] = top;
+        s.peak[lane / S::LANES][threadIdx.x / WAVE][1] = sum;
     }
     RFK_UNROLL(8)
     for (uint32_t g = 0; g < (uint32_t)G; g++) {
@@ -10308,12 +10302,11 @@ RFK_DEVICE uint32_t rfk_decode_join_wave(rfk_decode_shared<G, PER> &s, const rfk
     return first;
 }
 
-/* Combine the waves of the block: the result if the row has one split, else the part of split y. */
+/* Combine the waves of the block: the result if this is the only split, else the part of split y. */
 template <int WAVE, class KV, int G, int PER>
 RFK_DEVICE void rfk_decode_join(rfk_decode_shared<G, PER> &s, const rfk_decode_output &out, uint32_t y,
                              const rfk_decode_work<KV, G, PER> &o) {
-    const uint32_t thread = rfk_computed_here_amd(threadIdx.x), lane = thread % PER, wave = thread / WAVE,
-                   group = out.group, dim = out.head_dim;
+    const uint32_t lane = threadIdx.x % PER, wave = threadIdx.x / WAVE, group = out.group, dim = out.head_dim;
     const int waves = RFK_BLOCK / WAVE, row = PER * 8, fit = RFK_DECODE_JOIN / (waves * row),
             at_once = fit < G ? fit : G,
               n_values = G * 8 * PER / WAVE;
@@ -10321,7 +10314,7 @@ RFK_DEVICE void rfk_decode_join(rfk_decode_shared<G, PER> &s, const rfk_decode_o
     const uint32_t first = rfk_decode_join_wave<WAVE, KV, G, PER>(s, o, v);
     RFK_UNROLL(1)
     for (uint32_t g0 = 0; g0 < group; g0 += at_once) {
-        if (g0) __syncthreads(); /* s.join is still read */
+        if (g0 || rfk_decode_raw<KV, PER>::PACKED) __syncthreads(); /* s.join is still read */
         RFK_UNROLL(8)
         for (uint32_t j = 0; j < (uint32_t)(n_values + 7) / 8; j++) {
             const uint32_t g = first / 8 + j - g0;
@@ -10337,7 +10330,7 @@ RFK_DEVICE void rfk_decode_join(rfk_decode_shared<G, PER> &s, const rfk_decode_o
             }
         }
         __syncthreads();
-        const uint32_t g = thread / (PER * 2), c = thread % (PER * 2), head = g0 + g; /* of the group */
+        const uint32_t g = threadIdx.x / (PER * 2), c = threadIdx.x % (PER * 2), head = g0 + g; /* of the group */
         const bool inside = g < (uint32_t)at_once && head < group && c * 4 < dim;
         float x[4] = {0, 0, 0, 0}, top = -3e38f, weights = 0;
         if (inside) {
@@ -10351,7 +10344,7 @@ RFK_DEVICE void rfk_decode_join(rfk_decode_shared<G, PER> &s, const rfk_decode_o
                 x[0] += weight * four.x, x[1] += weight * four.y, x[2] += weight * four.z, x[3] += weight * four.w;
             }
         }
-        if (s.share.n_splits == 1) {
+        if (s.n_splits == 1) {
             const float inverse = inside ? 1.0f / weights : 0.0f;
             RFK_UNROLL(4)
             for (int k = 0; k < 4; k++) x[k] *= inverse;
@@ -10367,12 +10360,12 @@ RFK_DEVICE void rfk_decode_join(rfk_decode_shared<G, PER> &s, const rfk_decode_o
 
 /* Whether this is the last block of the KV head to finish: it sees the parts of the others. */
 template <int G, int PER>
-RFK_DEVICE bool rfk_decode_last(rfk_decode_shared<G, PER> &s, const rfk_decode_attention_args &a) {
+RFK_DEVICE bool rfk_decode_last(rfk_decode_shared<G, PER> &s, const rfk_decode_attention_args &a, uint32_t row) {
     __threadfence(); /* make this block's part visible before its ticket */
     __syncthreads();
     if (threadIdx.x == 0) {
-        uint32_t *ticket = a.tickets + s.share.row * a.n_kv_heads + blockIdx.x;
-        s.is_last = atomicAdd(ticket, 1u) == s.share.n_blocks - 1;
+        uint32_t *ticket = a.tickets + row * a.n_kv_heads + blockIdx.x;
+        s.is_last = atomicAdd(ticket, 1u) == s.n_splits - 1;
         if (s.is_last) *ticket = 0;
     }
     __syncthreads();
@@ -10426,7 +10419,7 @@ RFK_CALLED void rfk_decode_join_splits(float *join, rfk_decode_output out, uint3
                                        uint32_t row) {
     const uint32_t all = G * row, columns = all < RFK_BLOCK ? all : RFK_BLOCK, sets = RFK_BLOCK / columns,
                    AT_ONCE = 16, /* parts in flight a thread */
-        set = threadIdx.x / columns, stride = out.n_heads * (out.head_dim + 4);
+        set = threadIdx.x / columns, stride = out.group * (out.head_dim + 4);
     float *sums = join + G * RFK_DECODE_SPLITS;
     RFK_UNROLL(1)
     for (uint32_t first = 0; first < all; first += columns) {
@@ -10476,7 +10469,7 @@ RFK_DEVICE void rfk_decode_store(rfk_decode_shared<G, PER> &s, KV *k, KV *v, uin
         rfk_store_value(v + row + e, s.x[G + 1][e]);
     }
 }
-/* The same to Q8_0, and to s.kept in the same layout: four values a thread. All threads take part. */
+/* The same to Q8_0, and to s.join in the same layout: four values a thread. All threads take part. */
 template <int WAVE, int G, int PER>
 RFK_DEVICE void rfk_decode_store(rfk_decode_shared<G, PER> &s, rfk_q8 *k, rfk_q8 *v, uint32_t cell, uint32_t dim) {
     const uint32_t part = threadIdx.x / (2 * PER), i = threadIdx.x % (2 * PER); /* part: key, value */
@@ -10489,7 +10482,7 @@ RFK_DEVICE void rfk_decode_store(rfk_decode_shared<G, PER> &s, rfk_q8 *k, rfk_q8
     const uint32_t packed = (uint32_t)rfk_quantize_lane<WAVE>(x, &d, &sum);
     if (part < 2) {
         uint32_t *row = reinterpret_cast<uint32_t *>((part ? v : k) + rfk_decode_raw<rfk_q8, PER>::row(cell, 0)),
-                 *kept = reinterpret_cast<uint32_t *>(s.kept[part]);
+                 *kept = reinterpret_cast<uint32_t *>(s.join + part * (PER * 8));
         row[i] = kept[i] = packed;
         if (i % 8 == 0) {
             const uint16_t scale = rfk_to_half(d);
@@ -10521,45 +10514,38 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_decode_keys(rfk_decode_attenti
                            a.head_dim);
 }
 
-/* ---- shares of a step ----
- * All blocks run at once if the rows' sequences allow it: where steps of few rows have more splits than that, a block
- * takes several of a row, and where they have fewer, longer sequences get more blocks. */
+/* Positions of a split. */
+RFK_DEVICE uint32_t rfk_decode_cut(uint32_t n, uint32_t most, uint32_t min) {
+    const uint32_t cells = (n + most - 1) / most;
+    return cells < min ? min : (cells + 31) / 32 * 32;
+}
 
+/* Rows that share a grid, so that long sequences get more of its blocks than short ones. */
 struct rfk_decode_rows {
     const rf_step_row *rows;
-    uint32_t n_rows, window, max_splits;
-    uint32_t unit; /* positions of a split are multiples of it */
+    uint32_t n_rows, window, min; /* min: positions of a split, at least */
 };
-
-/* Positions that a row sees. */
 RFK_DEVICE uint32_t rfk_decode_visible(const rfk_decode_rows &of, uint32_t row) {
     const uint32_t n = (uint32_t)of.rows[row].pos + 1;
     return of.window && n > of.window ? of.window : n;
 }
-
-/* A row's splits if a block takes up to `room` positions. With max_splits they depend on its sequence alone. */
-RFK_DEVICE rfk_decode_share rfk_decode_cut(const rfk_decode_rows &of, uint32_t row, uint32_t room) {
-    const uint32_t n = rfk_decode_visible(of, row), most = of.max_splits ? of.max_splits : (n + room - 1) / room;
-    rfk_decode_share o = {row, (n + most - 1) / most, 0, 1, 0, 0, 0};
-    if (o.cells < RFK_DECODE_CELLS) o.cells = RFK_DECODE_CELLS;
-    o.cells = (o.cells + of.unit - 1) / of.unit * of.unit;
-    o.n_splits = (n + o.cells - 1) / o.cells;
-    if (of.max_splits && room > o.cells) o.per_block = room / o.cells;
-    o.n_blocks = (o.n_splits + o.per_block - 1) / o.per_block;
-    return o;
+/* A row's splits, of up to about `room` positions. */
+RFK_DEVICE uint32_t rfk_decode_splits_of(const rfk_decode_rows &of, uint32_t row, uint32_t room) {
+    const uint32_t n = rfk_decode_visible(of, row), cells = rfk_decode_cut(n, (n + room - 1) / room, of.min);
+    return (n + cells - 1) / cells;
 }
 
-/* The share of block blockIdx.y of a KV head, found by a wave: the smallest room, about, with which the grid is large
- * enough. Called: one copy for all kernels. */
+/* The share of block blockIdx.y of a KV head, found by a wave: of the smallest room, about, with which the grid is
+ * large enough. Called: one copy for all kernels. */
 template <int WAVE> RFK_CALLED void rfk_decode_find_share(rfk_decode_share *to, rfk_decode_rows of) {
     const uint32_t lane = threadIdx.x % WAVE;
-    uint32_t all = 0, own = 0, at;
+    uint32_t all = 0, own, at;
     for (uint32_t row = lane; row < of.n_rows; row += WAVE) all += rfk_decode_visible(of, row);
     uint32_t room = rfk_wave_sum<WAVE>(all) / gridDim.y + 1;
     RFK_UNROLL(1)
     for (;; room += room / 8 + RFK_DECODE_CELLS) {
         own = 0;
-        for (uint32_t row = lane; row < of.n_rows; row += WAVE) own += rfk_decode_cut(of, row, room).n_blocks;
+        for (uint32_t row = lane; row < of.n_rows; row += WAVE) own += rfk_decode_splits_of(of, row, room);
         if (rfk_wave_sum<WAVE>(own) <= gridDim.y) break;
     }
     at = own;
@@ -10569,26 +10555,25 @@ template <int WAVE> RFK_CALLED void rfk_decode_find_share(rfk_decode_share *to, 
     }
     at -= own;
     for (uint32_t row = lane; row < of.n_rows; row += WAVE) {
-        rfk_decode_share o = rfk_decode_cut(of, row, room);
-        o.first = (blockIdx.y - at) * o.per_block;
-        o.slot = of.max_splits ? row * of.max_splits : at;
-        if (blockIdx.y >= at && blockIdx.y - at < o.n_blocks) *to = o;
-        at += o.n_blocks;
+        const uint32_t most = rfk_decode_splits_of(of, row, room);
+        const rfk_decode_share share = {row, blockIdx.y - at, most, at};
+        if (share.split < most) *to = share;
+        at += most;
     }
-    if (lane == WAVE - 1 && blockIdx.y >= at) to->n_splits = 0;
+    const rfk_decode_share none = {0, RF_NONE, 1, 0};
+    if (lane == WAVE - 1 && blockIdx.y >= at) *to = none;
 }
 
-/* Forget the positions so far, but not those that were loaded. */
-template <class KV, int G, int PER> RFK_DEVICE void rfk_decode_begin(rfk_decode_work<KV, G, PER> &work) {
-    work.largest = -3e38f; /* finite: nothing seen yet */
-    work.sum = 0;
-    for (int g = 0; g < G; g++)
-        for (int e = 0; e < 8; e++) work.acc[g][e] = 0;
+template <int WAVE, int G, int PER>
+RFK_DEVICE rfk_decode_share rfk_decode_share_of(const rfk_decode_shared<G, PER> &s, const rfk_decode_attention_args &a) {
+    const rfk_decode_share share = {rfk_uniform(s.share.row), rfk_uniform(s.share.split), rfk_uniform(s.share.most),
+                                    rfk_uniform(s.share.slot)},
+                           own = {blockIdx.z, blockIdx.y, gridDim.y, blockIdx.z * gridDim.y};
+    return a.n_shared ? share : own;
 }
 
-/* grid [n_kv_heads, shares]   block 256   LDS up to 30 KiB   reads each key and value once for the whole group
- * The visible positions of a row are divided evenly over its splits, at least RFK_DECODE_CELLS each; blocks without a
- * share return. */
+/* grid [n_kv_heads, splits, rows], or [n_kv_heads, splits of all rows]   block 256   LDS up to 27 KiB
+ * Reads each key and value once for the whole group. Blocks without positions return. */
 template <int WAVE, class KV, int G, int PER>
 static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_decode_attention(rfk_decode_attention_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
@@ -10596,24 +10581,25 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_decode_atten
     typedef rfk_decode_shared<G, PER> shared;
     RFK_SHARED(shared, s);
     const uint32_t kv_head = blockIdx.x, group = a.n_heads / a.n_kv_heads, pass = S::T * S::SLOTS,
-                   unit = pass > 32 ? pass : 32; /* splits end where a pass does, but for the last */
-    /* written before the previous kernel began: the step's rows, angles, keys and values of older positions */
-    if (threadIdx.x < WAVE) {
-        const rfk_decode_rows of = {a.rows, a.n_rows, a.window, a.max_splits, unit};
-        rfk_decode_find_share<WAVE>(&s.share, of);
+                   min = pass > RFK_DECODE_CELLS ? pass : RFK_DECODE_CELLS;
+    if (a.n_shared) {
+        const rfk_decode_rows of = {a.rows, a.n_shared, a.window, min};
+        if (threadIdx.x < WAVE) rfk_decode_find_share<WAVE>(&s.share, of);
+        __syncthreads();
     }
-    __syncthreads();
-    if (s.share.n_splits == 0) {
+    const rfk_decode_share share = rfk_decode_share_of<WAVE>(s, a);
+    /* written before the previous kernel began: the step's rows, angles, keys and values of older positions */
+    const rf_step_row row = a.rows[share.row];
+    uint32_t n = (uint32_t)row.pos + 1, seen = 0; /* visible positions, and the cell of the first */
+    if (a.window && n > a.window) seen = (n - a.window) % a.n_cells, n = a.window;
+    const uint32_t cells = rfk_decode_cut(n, share.most, min), n_splits = (n + cells - 1) / cells,
+                   begin = seen + share.split * cells;
+    if (share.split >= n_splits) {
         rfk_wait_previous();
         return;
     }
-    const rf_step_row row = a.rows[rfk_uniform(s.share.row)];
-    const uint32_t cells = rfk_uniform(s.share.cells);
-    uint32_t n = (uint32_t)row.pos + 1, seen = 0; /* visible positions, and the cell of the first */
-    if (a.window && n > a.window) seen = (n - a.window) % a.n_cells, n = a.window;
-    const uint32_t begin = seen + rfk_uniform(s.share.first) * cells, all = seen + n,
-                   more = begin + rfk_uniform(s.share.per_block) * cells, end = more < all ? more : all,
-                   lane = threadIdx.x % PER, slot = threadIdx.x / PER;
+    const uint32_t all = seen + n, end = begin + cells < all ? begin + cells : all, lane = threadIdx.x % PER,
+                   slot = threadIdx.x / PER;
     const bool owns_key = end == all && !a.is_stored, inside = lane * 8 < a.head_dim;
     const size_t head =
         rfk_decode_raw<KV, PER>::row(1, a.head_dim) * ((size_t)row.seq * a.n_kv_heads + kv_head) * a.n_cells;
@@ -10625,35 +10611,32 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_decode_atten
     if (a.is_stored) rfk_wait_previous();
     rfk_decode_load<KV, PER, S::T>(work.k, in.k, a.n_cells, a.head_dim, begin + slot, S::SLOTS, in.older_end);
     rfk_decode_load<KV, PER, S::T>(work.v, in.v, a.n_cells, a.head_dim, begin + slot, S::SLOTS, in.older_end);
-    rfk_decode_pair<WAVE, PER>(pairs, a, s.share.row);
-    rfk_decode_begin(work);
-    if (a.sinks && s.share.first == 0 && slot == 0 && lane / S::LANES < group) {
+    rfk_decode_pair<WAVE, PER>(pairs, a, share.row);
+    work.largest = -3e38f; /* finite: nothing seen yet */
+    work.sum = 0;
+    for (int g = 0; g < G; g++)
+        for (int e = 0; e < 8; e++) work.acc[g][e] = 0;
+    if (a.sinks && share.split == 0 && slot == 0 && lane / S::LANES < group) {
         const uint32_t h = kv_head * group + lane / S::LANES;
         work.largest = rfk_load_any(a.sinks, a.sinks_type, h) * RFK_LOG2_E;
         work.sum = lane % S::LANES == 0 ? 1.0f : 0.0f;
     }
-    if (threadIdx.x == 0) s.seen = seen;
+    if (threadIdx.x == 0) s.n_splits = n_splits;
     rfk_decode_norms<G, PER>(s, a);
     if (!a.is_stored) rfk_wait_previous();
-    rfk_decode_queries<WAVE, G, PER>(s, a, s.share.row, group, owns_key, pairs);
+    rfk_decode_queries<WAVE, G, PER>(s, a, share.row, group, owns_key, pairs);
     __syncthreads();
     if (owns_key)
         rfk_decode_store<WAVE>(s, (KV *)a.k_state + head, (KV *)a.v_state + head,
-                               (uint32_t)a.rows[s.share.row].pos % a.n_cells, a.head_dim);
-    uint32_t stop = begin + cells < end ? begin + cells : end; /* of a split */
+                               (uint32_t)row.pos % a.n_cells, a.head_dim);
     RFK_UNROLL(1)
-    for (uint32_t first = begin;; first += pass) {
+    for (uint32_t first = begin; first < end; first += pass)
         rfk_decode_positions<WAVE, KV, G, PER>(s, a, in, first + slot, work);
-        const uint32_t next = first + pass;
-        if (next < stop) continue;
-        rfk_decode_join<WAVE, KV, G, PER>(s, rfk_decode_output_of(a, group, s.share), (first - s.seen) / cells, work);
-        if (next >= end) break;
-        stop = next + cells < end ? next + cells : end;
-        rfk_decode_begin(work);
-        __syncthreads(); /* what the waves joined is read */
-    }
-    if (s.share.n_splits > 1 && rfk_decode_last<G, PER>(s, a))
-        rfk_decode_join_splits<WAVE>(s.join, rfk_decode_output_of(a, group, s.share), s.share.n_splits, G, PER * 2);
+    const rfk_decode_share done = rfk_decode_share_of<WAVE>(s, a); /* once more: registers are few */
+    const rfk_decode_output out = rfk_decode_output_of(a, kv_head, group, done);
+    rfk_decode_join<WAVE, KV, G, PER>(s, out, done.split, work);
+    if (s.n_splits > 1 && rfk_decode_last<G, PER>(s, a, done.row))
+        rfk_decode_join_splits<WAVE>(s.join, out, s.n_splits, G, PER * 2);
 }
 
 /* ==== 6 Device ========================================================================================== >>device
@@ -14562,12 +14545,19 @@ static void (*rfk_find_decode_attention(uint32_t cache_type, const rf_op *op))(r
     return rfk_decode_attention_by<WAVE, uint16_t>(op);
 }
 
-/* Shares of a KV head in the grid of a step: as many blocks as fit at once, or one for each row and half as many more
- * for those of long sequences; not more than have positions. */
-static uint32_t rfk_decode_shares(const rf_prepared *p, uint32_t window, uint32_t n_rows) {
-    const uint32_t n = window && window < p->positions ? window : p->positions, fit = p->decode_splits,
-                   most = n_rows + fit / 2 > fit ? n_rows + fit / 2 : fit,
-                   splits = rfk_ceil_div(n, RFK_DECODE_CELLS), used = n_rows * (splits < fit ? splits : fit);
+/* How many splits of a row have positions in any row of the step, at most. If some of the grid have none, those that
+ * have take RFK_DECODE_CELLS each, whatever the grid: results keep their bits. */
+static uint32_t rfk_used_splits(const rf_prepared *p, uint32_t window) {
+    const uint32_t n = window && window < p->positions ? window : p->positions,
+                   used = rfk_ceil_div(n, RFK_DECODE_CELLS);
+    return used < p->decode_splits ? used : p->decode_splits;
+}
+
+/* Splits that rows share: as many blocks as fit at once, or one for each row and half as many more for those of long
+ * sequences; not more than have positions. */
+static uint32_t rfk_shared_splits(const rf_prepared *p, uint32_t window, uint32_t n_rows) {
+    const uint32_t fit = p->decode_splits, most = n_rows + fit / 2 > fit ? n_rows + fit / 2 : fit,
+                   used = n_rows * rfk_used_splits(p, window);
     return used < most ? used : most;
 }
 
@@ -14618,9 +14608,9 @@ static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) 
         const rf_result r = rfk_enqueue_config(l, keys, c, a);
         if (r != RF_OK) return r;
     }
-    a.n_rows = l->n_rows;
-    a.max_splits = l->n_rows <= RFK_FEW_MAX ? p->decode_splits : 0;
-    c.grid = dim3(att->n_kv_heads, rfk_decode_shares(p, a.window, l->n_rows));
+    a.n_shared = l->n_rows > RFK_FEW_MAX ? l->n_rows : 0;
+    c.grid = a.n_shared ? dim3(att->n_kv_heads, rfk_shared_splits(p, a.window, l->n_rows))
+                        : dim3(att->n_kv_heads, rfk_used_splits(p, a.window), l->n_rows);
     void (*kernel)(rfk_decode_attention_args) = RFK_BY_WAVE(l, rfk_find_decode_attention<32>(p->cache_type, op),
                                                          rfk_find_decode_attention<64>(p->cache_type, op));
     return rfk_enqueue_config(l, kernel, c, a);
