@@ -10564,12 +10564,13 @@ template <int WAVE> RFK_CALLED void rfk_decode_find_share(rfk_decode_share *to, 
     if (lane == WAVE - 1 && blockIdx.y >= at) *to = none;
 }
 
-template <int WAVE, int G, int PER>
-RFK_DEVICE rfk_decode_share rfk_decode_share_of(const rfk_decode_shared<G, PER> &s, const rfk_decode_attention_args &a) {
-    const rfk_decode_share share = {rfk_uniform(s.share.row), rfk_uniform(s.share.split), rfk_uniform(s.share.most),
-                                    rfk_uniform(s.share.slot)},
-                           own = {blockIdx.z, blockIdx.y, gridDim.y, blockIdx.z * gridDim.y};
-    return a.n_shared ? share : own;
+RFK_DEVICE rfk_decode_share rfk_decode_share_of(const rfk_decode_share &found, uint32_t n_shared) {
+    rfk_decode_share o = {blockIdx.z, blockIdx.y, gridDim.y, blockIdx.z * gridDim.y};
+    if (n_shared) {
+        o.row = rfk_uniform(found.row), o.split = rfk_uniform(found.split);
+        o.most = rfk_uniform(found.most), o.slot = rfk_uniform(found.slot);
+    }
+    return o;
 }
 
 /* grid [n_kv_heads, splits, rows], or [n_kv_heads, splits of all rows]   block 256   LDS up to 27 KiB
@@ -10580,16 +10581,18 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_decode_atten
     typedef rfk_decode_shape<KV, G, PER> S;
     typedef rfk_decode_shared<G, PER> shared;
     RFK_SHARED(shared, s);
-    const uint32_t kv_head = blockIdx.x, group = a.n_heads / a.n_kv_heads, pass = S::T * S::SLOTS,
+    const uint32_t kv_head = blockIdx.x, pass = S::T * S::SLOTS,
                    min = pass > RFK_DECODE_CELLS ? pass : RFK_DECODE_CELLS;
+    /* written before the previous kernel began: the step's rows, angles, keys and values of older positions */
+    rfk_decode_share share = rfk_decode_share_of(s.share, 0);
     if (a.n_shared) {
         const rfk_decode_rows of = {a.rows, a.n_shared, a.window, min};
         if (threadIdx.x < WAVE) rfk_decode_find_share<WAVE>(&s.share, of);
         __syncthreads();
+        share = rfk_decode_share_of(s.share, a.n_shared);
     }
-    const rfk_decode_share share = rfk_decode_share_of<WAVE>(s, a);
-    /* written before the previous kernel began: the step's rows, angles, keys and values of older positions */
     const rf_step_row row = a.rows[share.row];
+    const uint32_t group = a.n_heads / a.n_kv_heads;
     uint32_t n = (uint32_t)row.pos + 1, seen = 0; /* visible positions, and the cell of the first */
     if (a.window && n > a.window) seen = (n - a.window) % a.n_cells, n = a.window;
     const uint32_t cells = rfk_decode_cut(n, share.most, min), n_splits = (n + cells - 1) / cells,
@@ -10632,7 +10635,7 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_decode_atten
     RFK_UNROLL(1)
     for (uint32_t first = begin; first < end; first += pass)
         rfk_decode_positions<WAVE, KV, G, PER>(s, a, in, first + slot, work);
-    const rfk_decode_share done = rfk_decode_share_of<WAVE>(s, a); /* once more: registers are few */
+    const rfk_decode_share done = rfk_decode_share_of(s.share, a.n_shared); /* once more: registers are few */
     const rfk_decode_output out = rfk_decode_output_of(a, kv_head, group, done);
     rfk_decode_join<WAVE, KV, G, PER>(s, out, done.split, work);
     if (s.n_splits > 1 && rfk_decode_last<G, PER>(s, a, done.row))
