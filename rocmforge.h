@@ -20623,8 +20623,9 @@ static rf_result rfi_eval_segments(rf_session *s, uint32_t first, uint32_t last,
     return RF_OK;
 }
 
-/* Rows: steps of up to so many are submitted as a whole, so that a GPU can replay them as a graph. */
-#define RFI_WHOLE_STEP_ROWS 32u
+/* Rows: steps of up to so many are submitted as a whole, so that a GPU can replay them as a graph, or makes what all
+ * layers' attention needs once. */
+#define RFI_WHOLE_STEP_ROWS 128u
 
 /* Micro-batches that are submitted before the first of them is done: on a group of GPUs one for each member and one
  * more, if all weights have their place; else the host learns something in the middle of each. */

@@ -241,6 +241,15 @@ template <int WAVE, class T> RFK_DEVICE T rfk_shuffle(T v, uint32_t lane) {
 #endif
 }
 
+/* A value that all lanes of a wave have: AMD's compiler takes a scalar register for it if it knows. */
+RFK_DEVICE uint32_t rfk_uniform(uint32_t v) {
+#if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
+    return v;
+#else
+    return (uint32_t)__builtin_amdgcn_readfirstlane((int)v);
+#endif
+}
+
 /* a * b and a * b + c, rounded once each: where kernels must agree on bits, no compiler chooses what it contracts. */
 RFK_DEVICE float rfk_mul(float a, float b) {
 #if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
@@ -261,7 +270,7 @@ RFK_DEVICE float rfk_fma(float a, float b, float c) {
 }
 
 /* Sum over the wave, in every lane, added in the same order in every lane: adjacent lanes first. */
-template <int WAVE> RFK_DEVICE float rfk_wave_sum(float v) {
+template <int WAVE, class T> RFK_DEVICE T rfk_wave_sum(T v) {
     for (int mask = 1; mask < WAVE; mask *= 2) v += rfk_shuffle_xor<WAVE>(v, mask);
     return v;
 }
@@ -10323,12 +10332,13 @@ struct rfk_decode_attention_args {
     const uint8_t *sinks;    /* [n_heads] attention sinks: one more score without a value; NULL: none */
     void *k_state, *v_state; /* [seq][kv head][n_cells][dim]: position p in cell p % n_cells */
     float *out;
-    float *part;       /* [row][kv head][split], see rfk_decode_part */
+    float *part;       /* of splits: rfk_decode_part */
     uint32_t *tickets; /* [row][kv head] counters of finished splits; 0 between launches */
     rfk_int8_rows x8;  /* the output, quantized; NULL: not wanted */
     const rf_step_row *rows;
     uint32_t norm_type[2], n_heads, n_kv_heads, head_dim, n_rot, neox, n_cells;
     uint32_t q_stride, k_stride, v_stride, out_stride; /* from row to row */
+    uint32_t n_shared;                            /* rows that share the grid's splits; 0: each has the same number */
     uint32_t is_stored;                           /* the step's keys and values are in their cells already */
     uint32_t window, sinks_type;                  /* window 0: all positions */
     float eps[2], scale, softcap, softcap_factor; /* as rfk_softcap_exp2 takes them; softcap 0: none */
@@ -10428,6 +10438,12 @@ template <class KV, int G, int PER> struct rfk_decode_shape {
         SLOTS = RFK_BLOCK / PER;
 };
 
+/* A block's split of a row. The visible positions are divided evenly over the splits, at least RFK_DECODE_CELLS each. */
+struct rfk_decode_share {
+    uint32_t row, split, most; /* splits of the row, at most */
+    uint32_t slot;             /* where the parts of the row's splits begin, in splits */
+};
+
 #define RFK_DECODE_JOIN 4096 /* floats: from eight waves, eight heads of 64, four of 128 or two of 256 */
 #define RFK_DECODE_SPLITS 64u
 template <int G, int PER> struct rfk_decode_shared {
@@ -10435,6 +10451,7 @@ template <int G, int PER> struct rfk_decode_shared {
     alignas(16) float join[RFK_DECODE_JOIN]; /* [query][wave] weighted sums */
     float norm[2][PER * 8];               /* weights of the norms of queries and keys */
     float peak[G][8][2];                  /* [query][wave] maximum, sum of weights */
+    rfk_decode_share share;
     uint32_t is_last, n_splits;           /* here for lack of registers */
 };
 
@@ -10445,7 +10462,7 @@ template <int WAVE, int PER> struct rfk_decode_pairs {
     float c[N], s[N];
 };
 template <int WAVE, int PER>
-RFK_DEVICE void rfk_decode_pair(rfk_decode_pairs<WAVE, PER> &o, const rfk_decode_attention_args &a) {
+RFK_DEVICE void rfk_decode_pair(rfk_decode_pairs<WAVE, PER> &o, const rfk_decode_attention_args &a, uint32_t row) {
     const uint32_t half = a.n_rot / 2, lane = threadIdx.x % WAVE;
     RFK_UNROLL(4)
     for (uint32_t k = 0; k < (uint32_t)rfk_decode_pairs<WAVE, PER>::N; k++) {
@@ -10453,8 +10470,8 @@ RFK_DEVICE void rfk_decode_pair(rfk_decode_pairs<WAVE, PER> &o, const rfk_decode
         const bool rotates = i < half;
         o.first[k] = rotates && a.neox ? i : 2 * i;
         o.second[k] = rotates && a.neox ? i + half : 2 * i + 1;
-        o.c[k] = rotates ? a.angles[blockIdx.z * RFK_MAX_HEAD + 2 * i] : 1.0f;
-        o.s[k] = rotates ? a.angles[blockIdx.z * RFK_MAX_HEAD + 2 * i + 1] : 0.0f;
+        o.c[k] = rotates ? a.angles[row * RFK_MAX_HEAD + 2 * i] : 1.0f;
+        o.s[k] = rotates ? a.angles[row * RFK_MAX_HEAD + 2 * i + 1] : 0.0f;
     }
 }
 
@@ -10473,7 +10490,7 @@ RFK_DEVICE void rfk_decode_norms(rfk_decode_shared<G, PER> &s, const rfk_decode_
 /* To s.x: the KV head's queries, normed, rotated and scaled, and the new key and value if this block owns them, a wave
  * each. Scores are exponents of 2. */
 template <int WAVE, int G, int PER>
-RFK_DEVICE void rfk_decode_queries(rfk_decode_shared<G, PER> &s, const rfk_decode_attention_args &a, uint32_t kv_head,
+RFK_DEVICE void rfk_decode_queries(rfk_decode_shared<G, PER> &s, const rfk_decode_attention_args &a, uint32_t row,
                                 uint32_t group, bool owns_key, const rfk_decode_pairs<WAVE, PER> &pairs) {
     const int N = rfk_decode_pairs<WAVE, PER>::N, WAVES = RFK_BLOCK / WAVE, AT_ONCE = G + 2 > WAVES ? 2 : 1;
     const uint32_t lane = threadIdx.x % WAVE;
@@ -10484,10 +10501,10 @@ RFK_DEVICE void rfk_decode_queries(rfk_decode_shared<G, PER> &s, const rfk_decod
         for (uint32_t j = 0; j < (uint32_t)AT_ONCE; j++) {
             const uint32_t h = h0 + j * WAVES;
             const bool wanted = h < G ? h < group : owns_key && h < G + 2;
-            const float *from = h > G    ? a.v + (size_t)blockIdx.z * a.v_stride
-                                : h == G ? a.k + (size_t)blockIdx.z * a.k_stride
-                                         : a.q + (size_t)blockIdx.z * a.q_stride;
-            from += (h < G ? (size_t)kv_head * group + h : kv_head) * a.head_dim;
+            const float *from = h > G    ? a.v + (size_t)row * a.v_stride
+                                : h == G ? a.k + (size_t)row * a.k_stride
+                                         : a.q + (size_t)row * a.q_stride;
+            from += (h < G ? (size_t)blockIdx.x * group + h : blockIdx.x) * a.head_dim;
             RFK_UNROLL(4)
             for (uint32_t k = 0; k < (uint32_t)N; k++) {
                 bool inside = wanted && 2 * (lane + k * WAVE) < a.head_dim;
@@ -10657,10 +10674,11 @@ struct rfk_decode_output {
     uint32_t kv_head, group, n_heads, head_dim;
 };
 RFK_DEVICE rfk_decode_output rfk_decode_output_of(const rfk_decode_attention_args &a, uint32_t kv_head,
-                                                  uint32_t group) {
-    const rfk_decode_output to = {a.out + (size_t)blockIdx.z * a.out_stride,
-                                  a.part + (size_t)blockIdx.z * gridDim.y * a.n_heads * (a.head_dim + 4), a.x8,
-                                  kv_head, group, a.n_heads, a.head_dim};
+                                                  uint32_t group, const rfk_decode_share &share) {
+    const rfk_decode_output to = {a.out + (size_t)share.row * a.out_stride,
+                                  a.part + (size_t)(share.slot * a.n_kv_heads + kv_head * share.most) * group *
+                                               (a.head_dim + 4),
+                                  a.x8, kv_head, group, a.n_heads, a.head_dim};
     return to;
 }
 
@@ -10676,9 +10694,10 @@ RFK_DEVICE void rfk_decode_out(const rfk_decode_output &to, uint32_t query, uint
     if (to.x8.q) rfk_quantize4<WAVE>(to.x8, 0, to.n_heads * to.head_dim, i, x, inside);
 }
 
-/* Where split y leaves its weighted sums, [query][head_dim], and after them each query's maximum and sum of weights. */
+/* Where split y of the row and KV head leaves its weighted sums, [query][head_dim], and after them each query's maximum
+ * and sum of weights. */
 RFK_DEVICE float *rfk_decode_part(const rfk_decode_output &to, uint32_t y) {
-    return to.part + (size_t)(to.kv_head * gridDim.y + y) * to.group * (to.head_dim + 4);
+    return to.part + (size_t)y * to.group * (to.head_dim + 4);
 }
 
 /* Combine the lanes of a wave (reduce-scatter): v becomes the lane's share of the weighted sums, [query][8] from the
@@ -10721,9 +10740,9 @@ RFK_DEVICE uint32_t rfk_decode_join_wave(rfk_decode_shared<G, PER> &s, const rfk
     return first;
 }
 
-/* Combine the waves of the block: the result if this is the only split, else a part. */
+/* Combine the waves of the block: the result if this is the only split, else the part of split y. */
 template <int WAVE, class KV, int G, int PER>
-RFK_DEVICE void rfk_decode_join(rfk_decode_shared<G, PER> &s, const rfk_decode_output &out, bool only,
+RFK_DEVICE void rfk_decode_join(rfk_decode_shared<G, PER> &s, const rfk_decode_output &out, uint32_t y,
                              const rfk_decode_work<KV, G, PER> &o) {
     const uint32_t lane = threadIdx.x % PER, wave = threadIdx.x / WAVE, group = out.group, dim = out.head_dim;
     const int waves = RFK_BLOCK / WAVE, row = PER * 8, fit = RFK_DECODE_JOIN / (waves * row),
@@ -10763,13 +10782,13 @@ RFK_DEVICE void rfk_decode_join(rfk_decode_shared<G, PER> &s, const rfk_decode_o
                 x[0] += weight * four.x, x[1] += weight * four.y, x[2] += weight * four.z, x[3] += weight * four.w;
             }
         }
-        if (only) {
+        if (s.n_splits == 1) {
             const float inverse = inside ? 1.0f / weights : 0.0f;
             RFK_UNROLL(4)
             for (int k = 0; k < 4; k++) x[k] *= inverse;
             rfk_decode_out<WAVE>(out, head, c, x, inside);
         } else if (inside) {
-            float *part = rfk_decode_part(out, blockIdx.y);
+            float *part = rfk_decode_part(out, y);
             const float4 four = {x[0], x[1], x[2], x[3]};
             *reinterpret_cast<float4 *>(part + head * dim + c * 4) = four;
             if (c == 0) part[group * dim + 2 * head] = top, part[group * dim + 2 * head + 1] = weights;
@@ -10779,13 +10798,12 @@ RFK_DEVICE void rfk_decode_join(rfk_decode_shared<G, PER> &s, const rfk_decode_o
 
 /* Whether this is the last block of the KV head to finish: it sees the parts of the others. */
 template <int G, int PER>
-RFK_DEVICE bool rfk_decode_last(rfk_decode_shared<G, PER> &s, const rfk_decode_attention_args &a, uint32_t kv_head,
-                             uint32_t n_splits) {
+RFK_DEVICE bool rfk_decode_last(rfk_decode_shared<G, PER> &s, const rfk_decode_attention_args &a, uint32_t row) {
     __threadfence(); /* make this block's part visible before its ticket */
     __syncthreads();
     if (threadIdx.x == 0) {
-        uint32_t *ticket = a.tickets + blockIdx.z * a.n_kv_heads + kv_head;
-        s.is_last = atomicAdd(ticket, 1u) == n_splits - 1;
+        uint32_t *ticket = a.tickets + row * a.n_kv_heads + blockIdx.x;
+        s.is_last = atomicAdd(ticket, 1u) == s.n_splits - 1;
         if (s.is_last) *ticket = 0;
     }
     __syncthreads();
@@ -10922,11 +10940,11 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_decode_keys(rfk_decode_attenti
     RFK_SHARED(shared, s);
     const rf_step_row row = a.rows[blockIdx.z];
     rfk_decode_pairs<WAVE, PER> pairs;
-    rfk_decode_pair<WAVE, PER>(pairs, a);
+    rfk_decode_pair<WAVE, PER>(pairs, a, blockIdx.z);
     rfk_decode_norms<1, PER>(s, a);
     rfk_start_next();
     rfk_wait_previous();
-    rfk_decode_queries<WAVE, 1, PER>(s, a, blockIdx.x, 0, true, pairs);
+    rfk_decode_queries<WAVE, 1, PER>(s, a, blockIdx.z, 0, true, pairs);
     __syncthreads();
     const size_t head = rfk_decode_raw<KV, PER>::row(1, a.head_dim) *
                         ((size_t)row.seq * a.n_kv_heads + blockIdx.x) * a.n_cells;
@@ -10934,25 +10952,90 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_decode_keys(rfk_decode_attenti
                            a.head_dim);
 }
 
-/* grid [n_kv_heads, splits, rows]   block 256   LDS up to 27 KiB   reads each key and value once for the whole group
- * The visible positions are divided evenly over the splits of the grid, at least RFK_DECODE_CELLS each; blocks without
- * positions return. */
+/* Positions of a split. */
+RFK_DEVICE uint32_t rfk_decode_cut(uint32_t n, uint32_t most, uint32_t min) {
+    const uint32_t cells = (n + most - 1) / most;
+    return cells < min ? min : (cells + 31) / 32 * 32;
+}
+
+/* Rows that share a grid, so that long sequences get more of its blocks than short ones. */
+struct rfk_decode_rows {
+    const rf_step_row *rows;
+    uint32_t n_rows, window, min; /* min: positions of a split, at least */
+};
+RFK_DEVICE uint32_t rfk_decode_visible(const rfk_decode_rows &of, uint32_t row) {
+    const uint32_t n = (uint32_t)of.rows[row].pos + 1;
+    return of.window && n > of.window ? of.window : n;
+}
+/* A row's splits, of up to about `room` positions. */
+RFK_DEVICE uint32_t rfk_decode_splits_of(const rfk_decode_rows &of, uint32_t row, uint32_t room) {
+    const uint32_t n = rfk_decode_visible(of, row), cells = rfk_decode_cut(n, (n + room - 1) / room, of.min);
+    return (n + cells - 1) / cells;
+}
+
+/* The share of block blockIdx.y of a KV head, found by a wave: of the smallest room, about, with which the grid is
+ * large enough. Called: one copy for all kernels. */
+template <int WAVE> RFK_CALLED void rfk_decode_find_share(rfk_decode_share *to, rfk_decode_rows of) {
+    const uint32_t lane = threadIdx.x % WAVE;
+    uint32_t all = 0, own, at;
+    for (uint32_t row = lane; row < of.n_rows; row += WAVE) all += rfk_decode_visible(of, row);
+    uint32_t room = rfk_wave_sum<WAVE>(all) / gridDim.y + 1;
+    RFK_UNROLL(1)
+    for (;; room += room / 8 + RFK_DECODE_CELLS) {
+        own = 0;
+        for (uint32_t row = lane; row < of.n_rows; row += WAVE) own += rfk_decode_splits_of(of, row, room);
+        if (rfk_wave_sum<WAVE>(own) <= gridDim.y) break;
+    }
+    at = own;
+    for (uint32_t distance = 1; distance < (uint32_t)WAVE; distance *= 2) { /* of the lanes up to this one */
+        const uint32_t before = rfk_shuffle<WAVE>(at, lane >= distance ? lane - distance : lane);
+        at += lane >= distance ? before : 0;
+    }
+    at -= own;
+    for (uint32_t row = lane; row < of.n_rows; row += WAVE) {
+        const uint32_t most = rfk_decode_splits_of(of, row, room);
+        const rfk_decode_share share = {row, blockIdx.y - at, most, at};
+        if (share.split < most) *to = share;
+        at += most;
+    }
+    const rfk_decode_share none = {0, RF_NONE, 1, 0};
+    if (lane == WAVE - 1 && blockIdx.y >= at) *to = none;
+}
+
+RFK_DEVICE rfk_decode_share rfk_decode_share_of(const rfk_decode_share &found, uint32_t n_shared) {
+    rfk_decode_share o = {blockIdx.z, blockIdx.y, gridDim.y, blockIdx.z * gridDim.y};
+    if (n_shared) {
+        o.row = rfk_uniform(found.row), o.split = rfk_uniform(found.split);
+        o.most = rfk_uniform(found.most), o.slot = rfk_uniform(found.slot);
+    }
+    return o;
+}
+
+/* grid [n_kv_heads, splits, rows], or [n_kv_heads, splits of all rows]   block 256   LDS up to 27 KiB
+ * Reads each key and value once for the whole group. Blocks without positions return. */
 template <int WAVE, class KV, int G, int PER>
 static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_decode_attention(rfk_decode_attention_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
     typedef rfk_decode_shape<KV, G, PER> S;
     typedef rfk_decode_shared<G, PER> shared;
     RFK_SHARED(shared, s);
+    const uint32_t kv_head = blockIdx.x, pass = S::T * S::SLOTS,
+                   min = pass > RFK_DECODE_CELLS ? pass : RFK_DECODE_CELLS;
     /* written before the previous kernel began: the step's rows, angles, keys and values of older positions */
-    const rf_step_row row = a.rows[blockIdx.z];
-    const uint32_t kv_head = blockIdx.x, group = a.n_heads / a.n_kv_heads;
+    rfk_decode_share share = rfk_decode_share_of(s.share, 0);
+    if (a.n_shared) {
+        const rfk_decode_rows of = {a.rows, a.n_shared, a.window, min};
+        if (threadIdx.x < WAVE) rfk_decode_find_share<WAVE>(&s.share, of);
+        __syncthreads();
+        share = rfk_decode_share_of(s.share, a.n_shared);
+    }
+    const rf_step_row row = a.rows[share.row];
+    const uint32_t group = a.n_heads / a.n_kv_heads;
     uint32_t n = (uint32_t)row.pos + 1, seen = 0; /* visible positions, and the cell of the first */
     if (a.window && n > a.window) seen = (n - a.window) % a.n_cells, n = a.window;
-    const uint32_t pass = S::T * S::SLOTS, min = pass > RFK_DECODE_CELLS ? pass : RFK_DECODE_CELLS;
-    uint32_t cells = (n + gridDim.y - 1) / gridDim.y;
-    cells = cells < min ? min : (cells + 31) / 32 * 32;
-    const uint32_t n_splits = (n + cells - 1) / cells, begin = seen + blockIdx.y * cells;
-    if (blockIdx.y >= n_splits) {
+    const uint32_t cells = rfk_decode_cut(n, share.most, min), n_splits = (n + cells - 1) / cells,
+                   begin = seen + share.split * cells;
+    if (share.split >= n_splits) {
         rfk_wait_previous();
         return;
     }
@@ -10969,12 +11052,12 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_decode_atten
     if (a.is_stored) rfk_wait_previous();
     rfk_decode_load<KV, PER, S::T>(work.k, in.k, a.n_cells, a.head_dim, begin + slot, S::SLOTS, in.older_end);
     rfk_decode_load<KV, PER, S::T>(work.v, in.v, a.n_cells, a.head_dim, begin + slot, S::SLOTS, in.older_end);
-    rfk_decode_pair<WAVE, PER>(pairs, a);
+    rfk_decode_pair<WAVE, PER>(pairs, a, share.row);
     work.largest = -3e38f; /* finite: nothing seen yet */
     work.sum = 0;
     for (int g = 0; g < G; g++)
         for (int e = 0; e < 8; e++) work.acc[g][e] = 0;
-    if (a.sinks && blockIdx.y == 0 && slot == 0 && lane / S::LANES < group) {
+    if (a.sinks && share.split == 0 && slot == 0 && lane / S::LANES < group) {
         const uint32_t h = kv_head * group + lane / S::LANES;
         work.largest = rfk_load_any(a.sinks, a.sinks_type, h) * RFK_LOG2_E;
         work.sum = lane % S::LANES == 0 ? 1.0f : 0.0f;
@@ -10982,17 +11065,18 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_decode_atten
     if (threadIdx.x == 0) s.n_splits = n_splits;
     rfk_decode_norms<G, PER>(s, a);
     if (!a.is_stored) rfk_wait_previous();
-    rfk_decode_queries<WAVE, G, PER>(s, a, kv_head, group, owns_key, pairs);
+    rfk_decode_queries<WAVE, G, PER>(s, a, share.row, group, owns_key, pairs);
     __syncthreads();
     if (owns_key)
         rfk_decode_store<WAVE>(s, (KV *)a.k_state + head, (KV *)a.v_state + head,
                                (uint32_t)row.pos % a.n_cells, a.head_dim);
     RFK_UNROLL(1)
-    for (uint32_t first = begin; first < end; first += S::T * S::SLOTS)
+    for (uint32_t first = begin; first < end; first += pass)
         rfk_decode_positions<WAVE, KV, G, PER>(s, a, in, first + slot, work);
-    const rfk_decode_output out = rfk_decode_output_of(a, kv_head, group);
-    rfk_decode_join<WAVE, KV, G, PER>(s, out, s.n_splits == 1, work);
-    if (s.n_splits > 1 && rfk_decode_last<G, PER>(s, a, kv_head, s.n_splits))
+    const rfk_decode_share done = rfk_decode_share_of(s.share, a.n_shared); /* once more: registers are few */
+    const rfk_decode_output out = rfk_decode_output_of(a, kv_head, group, done);
+    rfk_decode_join<WAVE, KV, G, PER>(s, out, done.split, work);
+    if (s.n_splits > 1 && rfk_decode_last<G, PER>(s, a, done.row))
         rfk_decode_join_splits<WAVE>(s.join, out, s.n_splits, G, PER * 2);
 }
 
@@ -12290,6 +12374,7 @@ static void rfk_weight_clear(rf_table *t, uint32_t slot) {
 
 #define RFK_FEW_MAX 16u /* rows: in steps up to here a row's results have the same bits, whatever else is in the step */
 #define RFK_FEW_STEP 32u /* rows: steps up to here run by the launches of a decode step */
+#define RFK_DECODE_ROWS 128u /* rows: steps up to here take its attention, if no sequence has many of them */
 #define RFK_MATVEC_COLS RFK_FEW_MAX /* columns: matvec up to here, tiles beyond */
 #define RFK_SPLIT_ROWS RFK_FEW_MAX  /* rows: steps up to here split attention */
 #define RFK_MAX_TILE_SPLITS 16u
@@ -12386,6 +12471,7 @@ struct rf_prepared {
     uint32_t *fused_of; /* [n_segments + 1] first launch of each */
     uint32_t n_fused, decode_splits;
     uint32_t n_few;         /* rows of a step that runs by these launches, at most */
+    uint32_t n_attend;      /* the same of a step that runs by the fused attention among them */
     rfk_few_columns few;    /* the input of its matvecs, of several rows */
     rfk_int8_rows deferred; /* a deferred norm, and its sums of squares */
     float *deferred_squares;
@@ -12765,12 +12851,12 @@ static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
     rfk_take_bytes(&at, &p->few.e, columns / 32 * sizeof *p->few.e);
     rfk_take_bytes(&at, &p->few.sum, columns / 16 * sizeof *p->few.sum);
     rfk_take_bytes(&at, &p->few.squares, columns / 32 * sizeof *p->few.squares);
-    rfk_take_bytes(&at, &p->angles, few * p->n_ropes * RFK_MAX_HEAD * sizeof *p->angles);
+    const uint64_t attend = p->n_attend, few_parts = (attend < RFK_FEW_MAX ? attend : RFK_FEW_MAX) * p->decode_splits,
+                   parts = few_parts > attend + p->decode_splits ? few_parts : attend + p->decode_splits;
+    rfk_take_bytes(&at, &p->angles, attend * p->n_ropes * RFK_MAX_HEAD * sizeof *p->angles);
     rfk_take_bytes(&at, &p->decode_part,
-                   p->n_ropes ? (few < RFK_FEW_MAX ? few : RFK_FEW_MAX) * heads * p->decode_splits * (dim + 4) *
-                                    sizeof *p->decode_part
-                              : 0);
-    rfk_take_bytes(&at, &p->tickets, few * heads * sizeof *p->tickets);
+                   p->n_ropes ? parts * heads * (dim + 4) * sizeof *p->decode_part : 0);
+    rfk_take_bytes(&at, &p->tickets, attend * heads * sizeof *p->tickets);
     rfk_take_bytes(&at, &p->kept_logits, n_kept * sizeof *p->kept_logits);
     rfk_take_bytes(&at, &p->differ, sizeof *p->differ);
     rfk_take_bytes(&at, &p->now, 2 * sizeof *p->now);
@@ -12789,7 +12875,7 @@ static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
     rfk_take_bytes(&at, &p->deferred.group, widest / 32 * sizeof *p->deferred.group);
     rfk_take_bytes(&at, &p->deferred_squares, widest / 32 * sizeof *p->deferred_squares);
     if (n_kept == 0) p->kept_logits = NULL;
-    p->n_tickets = (uint32_t)(few * heads);
+    p->n_tickets = (uint32_t)(attend * heads);
     return at - (uintptr_t)memory + 256;
 }
 
@@ -13485,6 +13571,7 @@ static rf_result rfk_plan_create(rf_dev *d, const rf_plan_bind *bind, rf_prepare
     p->members = bind->members;
     const int has_few = !(d->wrong_units & RFK_WRONG_BYTES) && (d->has_units || d->wave == 32);
     p->n_few = !has_few ? 1 : p->n_batch < RFK_FEW_STEP ? p->n_batch : RFK_FEW_STEP;
+    p->n_attend = p->n_batch < RFK_DECODE_ROWS ? p->n_batch : RFK_DECODE_ROWS;
     p->ops = (rfk_bound *)rfk_alloc(&d->allocator, plan->n_ops, sizeof *p->ops, "a prepared plan", err);
     p->segments =
         (uint32_t *)rfk_alloc(&d->allocator, (uint64_t)plan->n_ops + 1, sizeof *p->segments, "segments", err);
@@ -14965,12 +15052,20 @@ static void (*rfk_find_decode_attention(uint32_t cache_type, const rf_op *op))(r
     return rfk_decode_attention_by<WAVE, uint16_t>(op);
 }
 
-/* How many of n_splits splits have positions in any row of the step, at most. If some have none, those that have take
- * RFK_DECODE_CELLS each, whatever the grid: results keep their bits. */
-static uint32_t rfk_used_splits(const rf_prepared *p, uint32_t window, uint32_t n_splits) {
+/* How many splits of a row have positions in any row of the step, at most. If some of the grid have none, those that
+ * have take RFK_DECODE_CELLS each, whatever the grid: results keep their bits. */
+static uint32_t rfk_used_splits(const rf_prepared *p, uint32_t window) {
     const uint32_t n = window && window < p->positions ? window : p->positions,
                    used = rfk_ceil_div(n, RFK_DECODE_CELLS);
-    return used < n_splits ? used : n_splits;
+    return used < p->decode_splits ? used : p->decode_splits;
+}
+
+/* Splits that rows share: as many blocks as fit at once, or one for each row and half as many more for those of long
+ * sequences; not more than have positions. */
+static uint32_t rfk_shared_splits(const rf_prepared *p, uint32_t window, uint32_t n_rows) {
+    const uint32_t fit = p->decode_splits, most = n_rows + fit / 2 > fit ? n_rows + fit / 2 : fit,
+                   used = n_rows * rfk_used_splits(p, window);
+    return used < most ? used : most;
 }
 
 static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) {
@@ -14988,7 +15083,7 @@ static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) 
         a.norm[i] = rfk_vector(p, ops[f->norms[i]].weight, 0, &a.norm_type[i]);
         a.eps[i] = ops[f->norms[i]].norm.eps;
     }
-    a.angles = p->angles + f->angles * p->n_few * RFK_MAX_HEAD;
+    a.angles = p->angles + f->angles * p->n_attend * RFK_MAX_HEAD;
     a.sinks = rfk_vector(p, op->weight, 0, &a.sinks_type);
     a.k_state = p->ops[f->attention].k;
     a.v_state = p->ops[f->attention].v;
@@ -15020,10 +15115,9 @@ static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) 
         const rf_result r = rfk_enqueue_config(l, keys, c, a);
         if (r != RF_OK) return r;
     }
-    uint32_t n_splits = p->decode_splits;
-    if (l->n_rows > RFK_FEW_MAX) /* as many blocks as for so many rows */
-        n_splits = p->decode_splits * RFK_FEW_MAX / l->n_rows ? p->decode_splits * RFK_FEW_MAX / l->n_rows : 1;
-    c.grid.y = rfk_used_splits(p, a.window, n_splits);
+    a.n_shared = l->n_rows > RFK_FEW_MAX ? l->n_rows : 0;
+    c.grid = a.n_shared ? dim3(att->n_kv_heads, rfk_shared_splits(p, a.window, l->n_rows))
+                        : dim3(att->n_kv_heads, rfk_used_splits(p, a.window), l->n_rows);
     void (*kernel)(rfk_decode_attention_args) = RFK_BY_WAVE(l, rfk_find_decode_attention<32>(p->cache_type, op),
                                                          rfk_find_decode_attention<64>(p->cache_type, op));
     return rfk_enqueue_config(l, kernel, c, a);
@@ -15122,6 +15216,11 @@ static rf_result rfk_run_mixture(rfk_launching *l, const rfk_fused *f) {
     return rfk_enqueue_config(l, RFK_BY_WAVE(l, rfk_find_mixture<32>(type), rfk_find_mixture<64>(type)), c, a);
 }
 
+/* Whether the step takes the attention of a decode step, where the plan has it fused. */
+static bool rfk_takes_decode_attention(const rf_prepared *p, const rf_step *step) {
+    return step->n_rows <= p->n_attend && !rfk_has_runs(step) && !p->events;
+}
+
 /* The RoPE tables that this call's attention needs: factors of others may not be loaded. */
 static rf_result rfk_run_angles(rfk_launching *l) {
     rf_prepared *p = l->p;
@@ -15138,7 +15237,7 @@ static rf_result rfk_run_angles(rfk_launching *l) {
         l->index = (uint32_t)(op - p->plan->ops);
         of->table = p->tables + op->rope.table;
         of->freqs = rfk_vector(p, op->weight, 0, &of->freqs_type);
-        of->out = p->angles + i * p->n_few * RFK_MAX_HEAD;
+        of->out = p->angles + i * p->n_attend * RFK_MAX_HEAD;
         of->n_rot = op->rope.n_rot;
         of->scale = op->rope.scale;
         of->shift = op->rope.shift;
@@ -15304,24 +15403,36 @@ static rf_result rfk_run_fused(rf_prepared *p, rf_queue *q, const rf_step *step,
     if (p->plan->ops[f->first].kind == RF_OP_SUM && f->first > 0 &&
         rfk_pushes(p, step, f->first - 1) == RFK_PUSHES_FLAGGED)
         return rfk_run_fused_matvec(&l, f - 1);
-    if (f->kind == RFK_FUSED_ATTENTION && !rfk_has_runs(step)) return rfk_run_decode_attention(&l, f);
+    if (f->kind == RFK_FUSED_ATTENTION && rfk_takes_decode_attention(p, step)) return rfk_run_decode_attention(&l, f);
     if (f->kind == RFK_FUSED_NORM_DOTS) return rfk_run_norm_dots(&l, f);
     if (f->kind == RFK_FUSED_UP || f->kind == RFK_FUSED_DOWN) return rfk_run_mixture(&l, f);
     if (f->kind == RFK_FUSED_OP && rfk_makes_route(p, i + 1)) return RF_OK;
     return rfk_run_each(p, q, step, f, err);
 }
 
-/* Run the ops of segments [first, last). While timing, each op is a launch of its own between two events. */
+/* Run the ops of segments [first, last), those of fused attention as a decode step does if the rows are of different
+ * sequences. While timing, each op is a launch of its own between two events. */
 static rf_result rfk_run_segments(rf_prepared *p, rf_queue *q, uint32_t first, uint32_t last, const rf_step *step,
                                   rf_error *err) {
     rf_result r = RF_OK;
+    const rfk_fused *f = p->fused + p->fused_of[first], *none = p->fused + p->fused_of[last];
+    const bool attends = rfk_takes_decode_attention(p, step);
+    rfk_launching l = rfk_begin_launch(p, q, step, err);
+    l.n_rows = step->n_rows;
     rfk_begin_fused(p, p->fused_of[first], p->fused_of[last]);
     if (rfk_is_fused_step(p, step)) {
         for (uint32_t i = p->fused_of[first]; r == RF_OK && i < p->fused_of[last]; i++)
             r = rfk_run_fused(p, q, step, i, err);
         return r;
     }
+    if (attends) r = rfk_run_angles(&l);
     for (uint32_t i = p->segments[first], n; r == RF_OK && i < p->segments[last]; i += n) {
+        while (f < none && f->first < i) f++;
+        if (attends && f < none && f->first == i && f->kind == RFK_FUSED_ATTENTION) {
+            n = f->n_ops;
+            r = rfk_run_decode_attention(&l, f);
+            continue;
+        }
         n = p->events ? 1 : p->ops[i].together;
         if (p->events)
             r = rfk_check(p->dev, err, hipEventRecord(p->events[2 * i], q->stream), "hipEventRecord", "timing", i);
@@ -15529,7 +15640,7 @@ static void rfk_capture_few(rf_prepared *p, rf_queue *q, const rf_step *step, rf
  * rows is captured again when a sequence outgrows it, a graph of one row is for all positions. */
 static void rfk_begin_rows(rf_prepared *p, const rf_step *step) {
     uint32_t last = 0;
-    p->are_apart = step->n_rows <= RFK_FEW_MAX;
+    p->are_apart = step->n_rows <= RFK_DECODE_ROWS;
     for (uint32_t i = 0; p->are_apart && i < step->n_rows; i++)
         for (uint32_t k = 0; k < i; k++) p->are_apart &= step->rows[i].seq != step->rows[k].seq;
     for (uint32_t i = 0; i < step->n_rows; i++)

@@ -275,6 +275,51 @@ static void test_mixtures(void) {
     }
 }
 
+/* Steps of more sequences than a decode step's launches take: on a GPU attention alone is that of a decode step. Nearly the
+ * logits of the CPU device, for sequences of different lengths. */
+enum { MANY = 40, MANY_STEPS = 2 };
+
+static rf_result many_on(rig *r, float *logits) {
+    rf_result res = RF_OK;
+    for (uint32_t i = 0; i < MANY && res == RF_OK; i++)
+        res = i < 3 ? fill_sequence(r, (int32_t)i, i == 1 ? 70 : 3 + 6 * i, i) : rf_session_copy(r->s, (int32_t)i % 3, (int32_t)i, &r->err);
+    for (uint32_t k = 0; k < MANY_STEPS; k++) {
+        rf_token_row rows[MANY];
+        for (uint32_t i = 0; i < MANY; i++)
+            rows[i] = (rf_token_row){.token = (int32_t)((3 * i + 7 * k) % 64), .seq = (int32_t)i, .pos = RF_POS_NEXT, .want_logits = 1};
+        if (res == RF_OK) res = rf_session_eval(r->s, rows, MANY, &r->err);
+        for (uint32_t i = 0; i < MANY && res == RF_OK; i++) {
+            float *out = NULL;
+            res = rf_session_get_logits(r->s, i, &out, &r->err);
+            if (res == RF_OK) memcpy(logits + (size_t)(k * MANY + i) * r->n_vocab, out, r->n_vocab * sizeof *out);
+        }
+    }
+    return res;
+}
+
+static void test_many_sequences(void) {
+    static const char *const files[] = {NULL, "tests/family/qwen35moe.gguf"};
+    static float cpu[MANY * MANY_STEPS * MAX_VOCAB], gpu[MANY * MANY_STEPS * MAX_VOCAB];
+    const rf_session_desc sd = {.n_ctx = 96, .n_seq_max = MANY, .n_batch = 80, .n_logits_max = MANY};
+    mg_buf file = {0};
+    mg_llama(&file, &(mg_options){.type = MG_Q4_K, .use_mix = 1, .mix_type = MG_Q6_K, .n_kv_heads = 1, .seed = 8});
+    for (size_t i = 0; i < RFT_COUNT(files); i++)
+        for (uint32_t k = 0; device_name(k); k++) {
+            rig r = {0}, c = {0};
+            if (files[i]) {
+                CHECK(rf_gguf_open(files[i], NULL, &c.g, &c.err) == RF_OK, "%s", c.err.text);
+                CHECK(rf_gguf_open(files[i], NULL, &r.g, &r.err) == RF_OK, "%s", r.err.text);
+            }
+            CHECK(open_rig(&c, &file, "cpu", &sd) == RF_OK && many_on(&c, cpu) == RF_OK, "%s", c.err.text);
+            CHECK(open_rig(&r, &file, device_name(k), &sd) == RF_OK && many_on(&r, gpu) == RF_OK, "%s", r.err.text);
+            const double d = distance(gpu, cpu, (size_t)c.n_vocab * MANY * MANY_STEPS);
+            CHECK(d <= INT8_TOLERANCE, "%s on %s: off by %g", files[i] ? files[i] : "llama", device_name(k), d);
+            rig_close(&r);
+            rig_close(&c);
+        }
+    mg_free(&file);
+}
+
 /* The model of the two tests below: in emulation a small one. */
 static const mg_buf *repeated_model(void) {
 #ifdef RF_TEST_EMU
@@ -880,6 +925,7 @@ int main(int argc, char **argv) {
     RUN(test_rows_alone);
     RUN(test_growing_rows);
     RUN(test_mixtures);
+    RUN(test_many_sequences);
     RUN(test_repeats);
     RUN(test_two_threads);
     RUN(test_budgets);

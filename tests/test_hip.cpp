@@ -2888,6 +2888,166 @@ static void test_decode_step() {
         }
 }
 
+/* ---- attention of a step's rows, of many sequences ---- */
+
+struct RowsCase {
+    uint32_t n_heads, n_kv_heads, dim, cache;
+    bool norms, neox;
+    uint32_t window; /* in a ring, with sinks and a cap; 0: all positions */
+    uint32_t n_rows, each; /* each: rows of a sequence */
+    uint32_t units;  /* of the emulated GPU: how many splits and shares there are */
+};
+enum : uint32_t { rows_ctx = 640 };
+
+/* Tokens of a sequence before the step: around the ends of splits, and a long one among short ones. */
+static uint32_t rows_before(uint32_t seq) {
+    static const uint32_t before[] = {63, 600, 0, 64, 3, 130, 257, 62};
+    return seq == 1 ? 600 : before[seq % 8] % 600;
+}
+
+/* A row's head, normed and rotated. */
+static std::vector<double> rows_head(const Rig &g, const RowsCase &c, const float *x, const float *weight, int32_t pos) {
+    std::vector<double> y(x, x + c.dim);
+    double squares = 0;
+    for (uint32_t i = 0; i < c.dim; i++) squares += y[i] * y[i];
+    for (uint32_t i = 0; c.norms && i < c.dim; i++) y[i] *= weight[i] / sqrt(squares / c.dim + (double)1e-5f);
+    const uint32_t n_rot = c.dim / 4 * 2; /* the rest of a head is not rotated */
+    for (uint32_t i = 0; i < n_rot / 2; i++) {
+        const uint32_t at[2] = {c.neox ? i : 2 * i, c.neox ? i + n_rot / 2 : 2 * i + 1};
+        const double angle = (double)pos * g.tables[i], a = y[at[0]], b = y[at[1]];
+        y[at[0]] = a * cos(angle) - b * sin(angle), y[at[1]] = a * sin(angle) + b * cos(angle);
+    }
+    return y;
+}
+
+static void rows_case(const RowsCase &c, rf_dev *d, uint32_t wave) {
+    char what[160];
+    snprintf(what, sizeof what, "%u rows, %u of a sequence, %u heads, %u KV heads of %u, cache %u, window %u, %u units, waves of %u", c.n_rows,
+             c.each, c.n_heads, c.n_kv_heads, c.dim, c.cache, c.window, c.units, wave);
+    seed = 31;
+    Rig g(d);
+    const uint32_t nq = c.n_heads * c.dim, nk = c.n_kv_heads * c.dim, n_seq = (c.n_rows + c.each - 1) / c.each,
+                   q = g.buffer(nq), k = g.buffer(nk), v = g.buffer(nk), out = g.buffer(nq),
+                   n_cells = c.window ? (c.window + c.n_rows - 1 + 255) / 256 * 256 : (uint32_t)rows_ctx,
+                   state = g.state(c.n_kv_heads, c.dim, c.dim, c.window);
+    const std::vector<float> norm[2] = {values(c.dim), values(c.dim)}, sinks = values(c.n_heads);
+    for (uint32_t i = 0; i < c.dim / 4; i++) g.tables.push_back(powf(500.0f, -(float)i / (float)(c.dim / 4)));
+    for (int h = 0; c.norms && h < 2; h++) g.norm(h ? k : q, h ? k : q, h ? c.n_kv_heads : c.n_heads, c.dim, g.vector(norm[h]));
+    for (int h = 0; h < 2; h++)
+        g.rope(h ? k : q, h ? c.n_kv_heads : c.n_heads, c.dim, c.dim / 4 * 2, 1)->flags = c.neox ? RF_OP_NEOX : 0;
+    g.kv_store(k, v, state, c.n_kv_heads, c.dim, c.dim);
+    rf_op *o = g.attention(q, out, state, c.n_heads, c.n_kv_heads, c.dim);
+    if (c.window) o->attention.window = c.window, o->attention.softcap = 5, o->weight = g.vector(sinks);
+    REQUIRE(g.open(c.n_rows, 1, rows_ctx, n_seq, c.cache, c.window ? n_cells : 0) == RF_OK, "%s: %s", what, g.err.text);
+
+    std::vector<rf_step_row> rows;
+    for (uint32_t i = 0; i < c.n_rows; i++) {
+        rf_step_row row = {0, (int32_t)(i / c.each), (int32_t)(rows_before(i / c.each) + i % c.each), -1};
+        rows.push_back(row);
+    }
+    const std::vector<float> xq = values((size_t)c.n_rows * nq), xk = values((size_t)c.n_rows * nk), xv = values((size_t)c.n_rows * nk);
+    const uint64_t cells = (uint64_t)n_seq * c.n_kv_heads * n_cells, v_base = (cells * row_bytes(c.cache, c.dim) + 255) / 256 * 256;
+    std::vector<uint8_t> before(g.bind.state.size_bytes), after(before.size());
+    for (uint32_t part = 0; part < 2; part++)
+        for (uint64_t cell = 0; cell < cells; cell++) /* those of later positions hold what they may */
+            for (uint32_t i = 0; i < c.dim; i++)
+                put_state(before, part ? v_base : 0, cell, c.dim, i, c.cache,
+                          cell % n_cells > rows_before((uint32_t)(cell / n_cells / c.n_kv_heads)) ? NAN : uniform(-1.5f, 1.5f));
+    rf_ticket t;
+    REQUIRE(api->mem_write(g.queue, &g.bind.state, 0, before.data(), before.size(), &t, &g.err) == RF_OK, "%s: %s", what, g.err.text);
+    g.set(q, xq), g.set(k, xk), g.set(v, xv);
+    REQUIRE(g.run(rows) == RF_OK, "%s: %s", what, g.err.text);
+    const std::vector<float> y = g.get(out);
+    REQUIRE(api->mem_read(g.queue, &g.bind.state, 0, after.data(), after.size(), &t, &g.err) == RF_OK && api->ticket_wait(&t, 60000, &g.err) == RF_OK,
+            "%s: %s", what, g.err.text);
+
+    double worst = 0; /* of what is stored, in units of the cache's precision */
+    std::vector<double> want((size_t)c.n_rows * nq), p;
+    for (uint32_t r = 0; r < c.n_rows; r++)
+        for (uint32_t h = 0; h < c.n_kv_heads; h++) {
+            const uint64_t head = ((uint64_t)rows[r].seq * c.n_kv_heads + h) * n_cells, own = head + (uint32_t)rows[r].pos % n_cells;
+            const float *xv_row = &xv[(size_t)r * nk + h * c.dim];
+            const std::vector<double> key = rows_head(g, c, &xk[(size_t)r * nk + h * c.dim], norm[1].data(), rows[r].pos), value(xv_row, xv_row + c.dim);
+            for (uint32_t part = 0; part < 2; part++) {
+                const std::vector<double> &x = part ? value : key;
+                double largest = 0;
+                for (uint32_t i = 0; i < c.dim; i++) largest = fmax(largest, fabs(x[i]));
+                for (uint32_t i = 0; i < c.dim; i++)
+                    worst = fmax(worst, fabs(state_value(after, part ? v_base : 0, own, c.dim, i, c.cache) - x[i]) / largest *
+                                            (c.cache == RF_CACHE_F32 ? 1e5 : c.cache == RF_CACHE_F16 ? 1e3 : 200));
+            }
+            memcpy(&before[own * row_bytes(c.cache, c.dim)], &after[own * row_bytes(c.cache, c.dim)], row_bytes(c.cache, c.dim));
+            memcpy(&before[v_base + own * row_bytes(c.cache, c.dim)], &after[v_base + own * row_bytes(c.cache, c.dim)], row_bytes(c.cache, c.dim));
+            const uint32_t n = (uint32_t)rows[r].pos + 1, first = c.window && n > c.window ? n - c.window : 0, group = c.n_heads / c.n_kv_heads;
+            for (uint32_t j = h * group; j < (h + 1) * group; j++) {
+                const std::vector<double> query = rows_head(g, c, &xq[(size_t)r * nq + j * c.dim], norm[0].data(), rows[r].pos);
+                double top = c.window ? (double)sinks[j] : -INFINITY, sum = 0;
+                p.assign(n, 0);
+                for (uint32_t pos = first; pos < n; pos++) {
+                    for (uint32_t i = 0; i < c.dim; i++) p[pos] += query[i] * state_value(after, 0, head + pos % n_cells, c.dim, i, c.cache);
+                    p[pos] *= (double)o->attention.scale;
+                    if (c.window) p[pos] = 5 * tanh(p[pos] / 5);
+                    top = fmax(top, p[pos]);
+                }
+                for (uint32_t pos = first; pos < n; pos++) sum += p[pos] = exp(p[pos] - top);
+                if (c.window) sum += exp((double)sinks[j] - top);
+                for (uint32_t pos = first; pos < n; pos++)
+                    for (uint32_t i = 0; i < c.dim; i++)
+                        want[(size_t)r * nq + j * c.dim + i] += p[pos] / sum * state_value(after, v_base, head + pos % n_cells, c.dim, i, c.cache);
+            }
+        }
+    CHECK(worst < 1, "%s: a key or value is stored wrong, %g", what, worst);
+    CHECK(before == after, "%s: other cells are written", what);
+    compare(y, want, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
+
+    const uint64_t launches = api->plan_stats(g.prepared).launches;
+    g.set(q, xq), g.set(k, xk);
+    CHECK(g.run(rows) == RF_OK && same_bits(y, g.get(out)), "%s: a repeated run gives other bits", what);
+    const uint64_t fused = api->plan_stats(g.prepared).launches - launches;
+    if (c.n_rows <= 128) CHECK(fused == 2u + (c.each > 1), "%s: %u launches", what, (uint32_t)fused); /* angles, keys, attention */
+    for (uint32_t r = 0; c.n_rows <= 16 && r < c.n_rows; r++) {
+        g.set(q, std::vector<float>(&xq[(size_t)r * nq], &xq[(size_t)r * nq] + nq));
+        g.set(k, std::vector<float>(&xk[(size_t)r * nk], &xk[(size_t)r * nk] + nk));
+        g.set(v, std::vector<float>(&xv[(size_t)r * nk], &xv[(size_t)r * nk] + nk));
+        CHECK(g.run(std::vector<rf_step_row>(1, rows[r])) == RF_OK, "%s: %s", what, g.err.text);
+        const std::vector<float> alone = g.get(out);
+        CHECK(memcmp(alone.data(), &y[(size_t)r * nq], nq * sizeof(float)) == 0, "%s: row %u alone gives other bits", what, r);
+    }
+}
+
+static void test_attention_of_rows() {
+    static const RowsCase cases[] = {
+        {4, 2, 64, RF_CACHE_F32, true, true, 0, 16, 1, 5},
+        {4, 1, 128, RF_CACHE_F16, false, false, 0, 64, 1, 33},
+        {3, 1, 32, RF_CACHE_F16, true, true, 150, 128, 1, 5},
+        {8, 1, 128, RF_CACHE_Q8_0, true, true, 0, 33, 1, 5},
+        {5, 1, 256, RF_CACHE_F32, false, true, 150, 16, 1, 33},
+        {2, 2, 64, RF_CACHE_Q8_0, false, false, 150, 16, 2, 5},
+        {6, 1, 256, RF_CACHE_F16, true, false, 0, 48, 3, 9},
+        {8, 2, 80, RF_CACHE_F16, false, true, 0, 17, 1, 80},
+        {4, 1, 128, RF_CACHE_Q8_0, false, true, 0, 9, 1, 9},
+        {2, 1, 256, RF_CACHE_Q8_0, true, false, 150, 40, 2, 33},
+        {1, 1, 64, RF_CACHE_F16, false, false, 0, 130, 1, 5}, /* by ops, as larger steps */
+        {4, 2, 96, RF_CACHE_F32, true, false, 0, 100, 5, 80},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i += stride)
+        for (uint32_t index = 0; index < devices.size(); index++) {
+            if (!full && devices.size() > 1 && i % devices.size() != index) continue; /* wave sizes in turn */
+            rf_dev *d = devices[index];
+#ifdef RF_TEST_EMU
+            rf_error err;
+            hip_emu_units((int)cases[i].units);
+            const rf_result opened = api->device_open(index, NULL, &d, &err);
+            hip_emu_units(5);
+            REQUIRE(opened == RF_OK, "%s", err.text);
+#endif
+            rows_case(cases[i], d, index ? 64 : 32);
+#ifdef RF_TEST_EMU
+            api->device_close(d);
+#endif
+        }
+}
+
 /* ---- launch configs of a decode step ---- */
 
 /* norm -> three products; norm -> gate, up -> glu -> down, added to x, and half a norm -> logits. Returns what they write. */
@@ -4008,6 +4168,7 @@ int main(int argc, char **argv) {
     RUN_SLOW(test_decode_step);
     RUN_SLOW(test_ways);
     RUN_SLOW(test_many_splits);
+    RUN(test_attention_of_rows);
     RUN(test_small_model);
     RUN(test_queued_steps);
     RUN(test_times);
