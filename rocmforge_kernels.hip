@@ -579,30 +579,27 @@ template <> struct rfk_format<RF_TYPE_Q5_1> {
     }
 };
 
-/* Byte i of a word as a float. On NVIDIA's cards a conversion has an eighth of the speed of these two operations. */
-RFK_DEVICE float rfk_byte_float(uint32_t word, uint32_t i) {
-#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
-    return rfk_as_float(__byte_perm(word, 0x4b000000u, 0x7540u | i)) - 8388608.0f;
-#else
-    return (float)((word >> (8 * i)) & 255);
-#endif
-}
-
 /* Scales of sub-blocks 2c and 2c+1 of a Q4_K or Q5_K block from its first 16 bytes: d, dmin, 12 bytes of 6-bit pairs
  * (the last four sub-blocks keep their upper two bits in the upper bits of the first eight bytes). */
 RFK_DEVICE void rfk_k_scales(const int4 &head, uint32_t c, rfk_unit &o) {
-    const uint32_t first = 2 * (c & 1), a = (uint32_t)head.y, b = (uint32_t)head.z, e = (uint32_t)head.w;
-    const uint32_t scales = c < 2 ? a & 0x3f3f3f3f : (e & 0x0f0f0f0f) | ((a >> 2) & 0x30303030),
-                   minima = c < 2 ? b & 0x3f3f3f3f : ((e >> 4) & 0x0f0f0f0f) | ((b >> 2) & 0x30303030);
+    uint32_t shift = 16 * (c & 1), scale, minimum;
+    uint32_t a = (uint32_t)head.y >> shift, b = (uint32_t)head.z >> shift, e = (uint32_t)head.w >> shift;
+    if (c < 2) {
+        scale = a & 0x3f3f;
+        minimum = b & 0x3f3f;
+    } else {
+        scale = (e & 0x0f0f) | ((a >> 2) & 0x3030);
+        minimum = ((e >> 4) & 0x0f0f) | ((b >> 2) & 0x3030);
+    }
     float d = rfk_from_half((uint16_t)((uint32_t)head.x & 0xffff)),
           dmin = rfk_from_half((uint16_t)((uint32_t)head.x >> 16));
+    o.d[0] = d * (float)(scale & 255);
+    o.d[1] = d * (float)((scale >> 8) & 255);
     o.dmin = dmin;
-    RFK_UNROLL(2)
-    for (uint32_t h = 0; h < 2; h++) {
-        o.d[h] = d * rfk_byte_float(scales, first + h);
-        o.min_q[h] = rfk_byte_float(minima, first + h);
-        o.m[h] = dmin * o.min_q[h];
-    }
+    o.min_q[0] = (float)(minimum & 255);
+    o.min_q[1] = (float)((minimum >> 8) & 255);
+    o.m[0] = dmin * o.min_q[0];
+    o.m[1] = dmin * o.min_q[1];
 }
 
 template <> struct rfk_format<RF_TYPE_Q4_K> {
@@ -660,8 +657,8 @@ template <> struct rfk_format<RF_TYPE_Q6_K> {
             o.q[4 + k] |= (int)(((uint32_t)high[k] >> (shift + 4)) & 0x03030303u) << 4;
         }
         float d = rfk_from_half((uint16_t)r.f);
-        o.d[0] = d * (rfk_byte_float(r.c ^ 128, 0) - 128);
-        o.d[1] = d * (rfk_byte_float(r.e ^ 128, 0) - 128);
+        o.d[0] = d * (float)(int8_t)r.c;
+        o.d[1] = d * (float)(int8_t)r.e;
     }
 };
 
@@ -1517,9 +1514,10 @@ RFK_DEVICE void rfk_quantize4(const rfk_int8_rows &to, size_t row, uint32_t n, u
     }
 }
 
-/* Where rfk_matmul_narrow wants value k of a row's vector, which is even, and the next: [vector][n_in / 128][2][row][64],
- * 64 being a swizzled row of an operand. A lane of four has 16 adjacent values and those 32 after them, from 64 (lane
- * / 2) + 16 (lane % 2) of 128 on; its 4 positions of each 16 are 4 of them. Positions beyond n_in are 0. */
+/* Where rfk_matmul_narrow wants value k of a row's vector, which is even, and the next:
+ * [vector][n_in / 128][2][row][64], 64 being a swizzled row of an operand. A lane of four has 16 adjacent values and
+ * those 32 after them, from 64 (lane / 2) + 16 (lane % 2) of 128 on; its 4 positions of each 16 are 4 of them.
+ * Positions beyond n_in are 0. */
 RFK_DEVICE uint32_t *rfk_bf16_at(const rfk_int8_rows &to, uint32_t row, uint32_t vector, uint32_t k) {
     const uint32_t lane = k / 64 % 2 * 2 + k / 16 % 2,
                    tile = (vector * ((to.n_in + 127) / 128) + k / 128) * 2 + k / 32 % 2;
@@ -7155,8 +7153,8 @@ RFK_DEVICE void rfk_wgmma(float *sum, rfk_wgmma_operand w, rfk_wgmma_operand x, 
     else if (COLS == 128) RFK_WGMMA_OF_128("bf16");
     else RFK_WGMMA_OF_64("bf16");
 }
-/* sum = (add ? sum : 0) + 64 rows times 64 columns of x over 16 positions, asynchronously. fragment: the lane's words of
- * the rows. A whole warpgroup. */
+/* sum = (add ? sum : 0) + 64 rows times 64 columns of x over 16 positions, asynchronously. fragment: the lane's words
+ * of the rows. A whole warpgroup. */
 RFK_DEVICE void rfk_wgmma_rows(float *sum, const uint32_t *fragment, rfk_wgmma_operand x, int add) {
     asm volatile("{.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
@@ -7164,7 +7162,8 @@ RFK_DEVICE void rfk_wgmma_rows(float *sum, const uint32_t *fragment, rfk_wgmma_o
                  "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
                  "{%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}"
                  : RFK_WGMMA_32(sum)
-                 : "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3]), "l"(rfk_wgmma_descriptor(x)), "r"(add));
+                 : "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3]),
+                   "l"(rfk_wgmma_descriptor(x)), "r"(add));
 }
 #endif
 
@@ -7843,14 +7842,14 @@ static void (*rfk_find_wide(uint32_t type))(rfk_wide_args) {
  * takes the time: here four consumer warpgroups have 64 rows each, and decode weights right into the registers that the
  * instruction reads. A producer warpgroup copies columns. Types that share a kernel take too many registers to decode:
  * they stay with rfk_matmul_wgmma.
- * Blocks are persistent; the next tile's first weights and columns are on their way while the sums of one are stored. */
+ * Blocks are persistent; the next tile's first weights and columns are on their way while one's sums are stored. */
 
 #define RFK_NARROW_COLS RFK_PAIR_TILE
 #define RFK_NARROW_CONSUMERS 4u
 #define RFK_NARROW_ROWS (64 * RFK_NARROW_CONSUMERS)
 #define RFK_NARROW_BLOCK (RFK_WARPGROUP * (RFK_NARROW_CONSUMERS + 1))
 #define RFK_NARROW_STAGES 8u
-/* A stage: 64 positions of the columns, rfk_swizzled. out: the sums of a consumer on their way, [column][rfk_wide_row]. */
+/* A stage: 64 positions of the columns, rfk_swizzled. out: the sums of a consumer, [column][rfk_wide_row]. */
 struct rfk_narrow_shared {
     int4 x[RFK_NARROW_STAGES][RFK_NARROW_COLS][8];
     float out[RFK_NARROW_CONSUMERS][RFK_NARROW_COLS][64];
@@ -7879,6 +7878,7 @@ struct rfk_narrow_columns { uint32_t x[RFK_NARROW_COLS]; }; /* as rfk_wgmma_tile
  * fragment is what an instruction reads of 16 positions, 4 of them a lane: words 0 and 2 of the first row, 1 and 3 of
  * the second. */
 template <int TYPE> struct rfk_narrow_weights {
+    rfk_weight w;
     rfk_raw raw[2];
     rfk_unit unit[2];
     size_t block[2]; /* where the rows begin */
@@ -7893,6 +7893,7 @@ RFK_DEVICE void rfk_narrow_begin(rfk_narrow_weights<TYPE> &o, const rfk_product 
                        row = at < p.n_out ? at : p.n_out - 1;
         o.block[j] = (size_t)(p.row0 + row) * (n_in / rfk_format<TYPE>::BLOCK);
     }
+    o.w = p.w;
 }
 
 /* The lane's unit of a step; those beyond the row repeat its last: x is 0 there. */
@@ -7901,11 +7902,11 @@ template <int TYPE> RFK_DEVICE uint32_t rfk_narrow_unit(uint32_t step, uint32_t 
     return rfk_format<TYPE>::BLOCK == 256 || u < last ? u : last;
 }
 template <int TYPE>
-RFK_DEVICE void rfk_narrow_fetch(rfk_narrow_weights<TYPE> &o, const rfk_weight &w, uint32_t step, uint32_t n_in) {
-    for (int i = 0; i < 4; i++) rfk_assume_global(w.plane[i]);
+RFK_DEVICE void rfk_narrow_fetch(rfk_narrow_weights<TYPE> &o, uint32_t step, uint32_t n_in) {
+    for (int i = 0; i < 4; i++) rfk_assume_global(o.w.plane[i]);
     RFK_UNROLL(2)
     for (uint32_t j = 0; j < 2; j++)
-        rfk_format<TYPE>::fetch(w, o.block[j], rfk_narrow_unit<TYPE>(step, n_in), o.raw[j]);
+        rfk_format<TYPE>::fetch(o.w, o.block[j], rfk_narrow_unit<TYPE>(step, n_in), o.raw[j]);
 }
 
 /* Two lanes, whose numbers differ by BY, have two halves each. The lane without that bit gets both first halves, the
@@ -7932,9 +7933,10 @@ template <int TYPE> RFK_DEVICE void rfk_narrow_unpack(rfk_narrow_weights<TYPE> &
     }
 }
 
-/* Four weights d * (q - OFFSET) - m as two pairs of bf16. Bits of a float are made of a byte, and one fmaf removes the
- * excess. Bytes of 0 to 127, of all types but Q8_0, are the last bits of bf16 from 128 on; the upper one of a pair is a float with the lower one as
- * its last bits, an error of up to 2^-9 of d. Q8_0's are placed above a float's last 8 bits, as rfk_wgmma_store does. magic: 0x43004300. */
+/* Four weights d * (q - OFFSET) - m as two pairs of bf16: a byte becomes a float's bits, and one fmaf removes the
+ * excess. Bytes of 0 to 127, of all types but Q8_0, are the last bits of bf16 from 128 on; the upper one of a pair is
+ * a float with the lower one as its last bits, an error of up to 2^-9 of d. Q8_0's are placed above a float's last 8
+ * bits, as rfk_wgmma_store does. magic: 0x43004300. */
 template <int TYPE>
 RFK_DEVICE void rfk_narrow_convert(uint32_t q, float d, float m, uint32_t magic, uint32_t &low, uint32_t &high) {
     const int OFFSET = rfk_format<TYPE>::OFFSET;
@@ -8005,7 +8007,8 @@ RFK_DEVICE void rfk_narrow_put_nan(const rfk_narrow_args &a, const rfk_narrow_ti
     for (uint32_t i = threadIdx.x; i < work.n * RFK_NARROW_ROWS; i += RFK_NARROW_BLOCK) {
         const uint32_t row = work.row0 + i % RFK_NARROW_ROWS;
         if (row < a.e.n_out)
-            rfk_put_pair(a.e, a.lists.sorted[work.col0 + i / RFK_NARROW_ROWS], a.lists.tile[blockIdx.x].expert, row, NAN);
+            rfk_put_pair(a.e, a.lists.sorted[work.col0 + i / RFK_NARROW_ROWS], a.lists.tile[blockIdx.x].expert, row,
+                         NAN);
     }
 }
 RFK_DEVICE void rfk_narrow_find_columns(const rfk_narrow_args &a, const rfk_narrow_tile &work,
@@ -8070,6 +8073,7 @@ RFK_DEVICE void rfk_narrow_put(const rfk_narrow_args &a, uint32_t number, const 
     rfk_narrow_tile work;
     const rfk_product p = rfk_narrow_find(a, number, work);
     const uint32_t i = (work.row0 + row) / 4;
+    const size_t at = ((size_t)work.row_tile * t.n_splits + work.split) * RFK_NARROW_COLS * RFK_NARROW_ROWS + row;
     RFK_UNROLL(32)
     for (uint32_t k = 0; k < RFK_NARROW_COLS / 2; k++)
         out[rfk_wgmma_col(k)][rfk_wide_row(rfk_wgmma_col(k), rfk_wgmma_row(k))] = sum[k];
@@ -8079,8 +8083,7 @@ RFK_DEVICE void rfk_narrow_put(const rfk_narrow_args &a, uint32_t number, const 
         const float4 v = *reinterpret_cast<const float4 *>(&out[c][rfk_wide_row(c, r)]);
         float results[4] = {v.x, v.y, v.z, v.w};
         if (t.part) /* [row tile][split][column][row] */
-            *reinterpret_cast<float4 *>(t.part + (((size_t)work.row_tile * t.n_splits + work.split) * RFK_NARROW_COLS + c) *
-                                                     RFK_NARROW_ROWS + row) = v;
+            *reinterpret_cast<float4 *>(t.part + at + (size_t)c * RFK_NARROW_ROWS) = v;
         else if (work.row0 + row >= p.n_out) continue;
         else if (a.lists.tile)
             rfk_put_pair4(a.e, a.lists.sorted[work.col0 + c], a.lists.tile[blockIdx.x].expert, i, results);
@@ -8092,15 +8095,15 @@ RFK_DEVICE void rfk_narrow_put(const rfk_narrow_args &a, uint32_t number, const 
 /* A consumer's products of a tile. The weights of its first step were fetched. */
 template <int TYPE>
 RFK_DEVICE void rfk_narrow_multiply(float (&sum)[1][RFK_NARROW_COLS / 2], rfk_narrow_weights<TYPE> &weights,
-                                    const rfk_weight &w, const rfk_narrow_tile &work, uint32_t n_in,
-                                    const rfk_narrow_shared &s, rfk_narrow_barriers &barriers, rfk_narrow_turn &now) {
+                                    const rfk_narrow_tile &work, uint32_t n_in, const rfk_narrow_shared &s,
+                                    rfk_narrow_barriers &barriers, rfk_narrow_turn &now) {
     const bool arrives = threadIdx.x % 32 == 0;
     const rfk_wgmma_operand x = rfk_wgmma_at(s.x[0][0]);
     uint32_t fragment[4][4], before = 0, magic = 0x43004300u;
     RFK_UNROLL(1)
     for (uint32_t step = work.first; step < work.end; step++) {
         rfk_narrow_unpack<TYPE>(weights, step, n_in);
-        rfk_narrow_fetch<TYPE>(weights, w, step + 1 < work.end ? step + 1 : step, n_in);
+        rfk_narrow_fetch<TYPE>(weights, step + 1 < work.end ? step + 1 : step, n_in);
         RFK_UNROLL(2)
         for (uint32_t half = 0; half < 2; half++) {
             rfk_wgmma_wait<0>(); /* the fragments are free */
@@ -8123,12 +8126,11 @@ RFK_DEVICE void rfk_narrow_multiply(float (&sum)[1][RFK_NARROW_COLS / 2], rfk_na
 
 /* Find a tile, and begin to load its first weights. */
 template <int TYPE>
-RFK_DEVICE rfk_weight rfk_narrow_start(const rfk_narrow_args &a, uint32_t tile, rfk_narrow_weights<TYPE> &o,
-                                       rfk_narrow_tile &work) {
+RFK_DEVICE void rfk_narrow_start(const rfk_narrow_args &a, uint32_t tile, rfk_narrow_weights<TYPE> &o,
+                                 rfk_narrow_tile &work) {
     const rfk_product p = rfk_narrow_find(a, tile, work);
     rfk_narrow_begin<TYPE>(o, p, work.row0, a.t.m.n_in);
-    rfk_narrow_fetch<TYPE>(o, p.w, work.first, a.t.m.n_in);
-    return p.w;
+    rfk_narrow_fetch<TYPE>(o, work.first, a.t.m.n_in);
 }
 /* A number that the compiler does not know: what is found of it again need not stay in registers. */
 RFK_DEVICE uint32_t rfk_narrow_again(uint32_t tile) {
@@ -8145,14 +8147,14 @@ RFK_DEVICE void rfk_narrow_consume(const rfk_narrow_args &a, rfk_narrow_shared &
     rfk_narrow_turn now = {0, 0};
     rfk_narrow_tile work;
     uint32_t n = 0, tile = rfk_narrow_again(blockIdx.x);
-    rfk_weight w = rfk_narrow_start<TYPE>(a, tile, weights, work);
+    rfk_narrow_start<TYPE>(a, tile, weights, work);
     RFK_UNROLL(1)
     for (;;) {
         const uint32_t done = tile;
-        rfk_narrow_multiply<TYPE>(sum, weights, w, work, a.t.m.n_in, s, barriers, now);
+        rfk_narrow_multiply<TYPE>(sum, weights, work, a.t.m.n_in, s, barriers, now);
         tile += gridDim.x;
         const bool more = !a.lists.tile && tile < a.n_tiles;
-        if (more) w = rfk_narrow_start<TYPE>(a, tile, weights, work);
+        if (more) rfk_narrow_start<TYPE>(a, tile, weights, work);
         rfk_narrow_put(a, rfk_narrow_again(done), sum[0], s, &barriers.put[threadIdx.x / RFK_WARPGROUP], n);
         if (!more) return;
     }
@@ -10438,7 +10440,7 @@ template <class KV, int G, int PER> struct rfk_decode_shape {
         SLOTS = RFK_BLOCK / PER;
 };
 
-/* A block's split of a row. The visible positions are divided evenly over the splits, at least RFK_DECODE_CELLS each. */
+/* A block's split of a row. Visible positions are divided evenly over the splits, at least RFK_DECODE_CELLS each. */
 struct rfk_decode_share {
     uint32_t row, split, most; /* splits of the row, at most */
     uint32_t slot;             /* where the parts of the row's splits begin, in splits */
@@ -12071,6 +12073,27 @@ template <class KV> static rfk_flash_kernel rfk_find_flash(const rf_dev *d, uint
                              : rfk_flash_of<KV, RFK_FLASH_HEAD>(d);
 }
 
+#if defined(RFK_NVIDIA)
+/* Let the kernels on wgmma have as much shared memory as they ask for.   Returns 0 if one may not. */
+static int rfk_allow_wgmma_memory(void) {
+    for (uint32_t type = 0; type < RF_TYPE_COUNT; type++) {
+        const struct {
+            const void *kernel;
+            int bytes;
+        } list[] = {{(const void *)rfk_find_wgmma(type), (int)RFK_WGMMA_BYTES},
+                    {(const void *)rfk_find_wide(type), (int)RFK_WIDE_BYTES},
+                    {(const void *)rfk_find_narrow(type), (int)RFK_NARROW_BYTES}};
+        for (int i = 0; i < 3; i++)
+            if (list[i].kernel && cudaFuncSetAttribute(list[i].kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                       list[i].bytes) != cudaSuccess)
+                return 0;
+        if (list[0].kernel) /* for two blocks a multiprocessor */
+            (void)cudaFuncSetAttribute(list[0].kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
+    }
+    return 1;
+}
+#endif
+
 static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_dev **out, rf_error *err) {
     int n = 0;
     *out = NULL;
@@ -12124,19 +12147,7 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
         for (int i = 0; i < 2; i++)
             (void)cudaFuncSetAttribute((const void *)rfk_find_rows<32>(i != 0),
                                        cudaFuncAttributeMaxDynamicSharedMemorySize, (int)d->shared_bytes - 1024);
-        for (uint32_t type = 0; d->wgmma && type < RF_TYPE_COUNT; type++) {
-            const void *narrow = (const void *)rfk_find_wgmma(type), *wide = (const void *)rfk_find_wide(type);
-            if (!narrow) continue;
-            if (cudaFuncSetAttribute(narrow, cudaFuncAttributeMaxDynamicSharedMemorySize, RFK_WGMMA_BYTES) !=
-                    cudaSuccess ||
-                cudaFuncSetAttribute(wide, cudaFuncAttributeMaxDynamicSharedMemorySize, RFK_WIDE_BYTES) != cudaSuccess)
-                d->wgmma = 0;
-            /* for two blocks a multiprocessor */
-            (void)cudaFuncSetAttribute(narrow, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
-            const void *few = (const void *)rfk_find_narrow(type);
-            if (few && cudaFuncSetAttribute(few, cudaFuncAttributeMaxDynamicSharedMemorySize, RFK_NARROW_BYTES) != cudaSuccess)
-                d->wgmma = 0;
-        }
+        if (d->wgmma) d->wgmma = rfk_allow_wgmma_memory();
         const rfk_flash_kernel flash[] = {rfk_find_flash<uint16_t>(d, 256), rfk_find_flash<uint16_t>(d, RFK_FLASH_HEAD),
                                           rfk_find_flash<rfk_q8>(d, 256), rfk_find_flash<rfk_q8>(d, RFK_FLASH_HEAD)};
         for (int i = 0; i < 4; i++)
@@ -12748,8 +12759,8 @@ static bool rfk_reads_same(const rf_prepared *p, const rf_op *a, const rf_op *b)
 
 /* Segments are the ops of one layer. Within one, an input that several matmuls share is quantized once, by the norm or
  * GLU that makes it if there is one; matmuls with one input, and the RoPE of queries and keys, are launched together.
- * Matmuls and experts do not share int8 rows: in a decode step, fused matmuls keep theirs in shared memory. Nor do types
- * that rfk_matmul_narrow has and others. */
+ * Matmuls and experts do not share int8 rows: in a decode step, fused matmuls keep theirs in shared memory. Nor do
+ * types that rfk_matmul_narrow has and others. */
 static void rfk_make_segments(rf_prepared *p) {
     const rf_plan *plan = p->plan;
     uint32_t held = RF_NONE, held_n = 0; /* the buffer in the int8 rows */
