@@ -12690,15 +12690,15 @@ static bool rfk_takes_wgmma(const rf_dev *d, const rf_plan *plan, const rf_op *o
     return op->kind == RF_OP_MATMUL || rfk_many_pairs(op, rows) > 0;
 }
 
-/* Whether rfk_matmul_narrow does the op, of those that rfk_takes_wgmma says. Ops that share their input agree: they are
- * of one kind, and have as many experts. */
+/* Whether rfk_matmul_narrow does the op, of those that rfk_takes_wgmma says: a matmul of few rows, and experts whatever
+ * their pairs are, so that a pair's results have the same bits in any company. */
 static bool rfk_has_narrow(const rf_plan *plan, const rf_op *op) {
     return op->kind != RF_OP_HEADS && rfk_kernel_type(plan->weights[op->weight].type) < RF_TYPE_COUNT &&
            !rfk_is_float_type(plan->weights[op->weight].type);
 }
 static bool rfk_takes_narrow(const rf_dev *d, const rf_plan *plan, const rf_op *op, uint64_t rows) {
-    const uint64_t cols = op->kind == RF_OP_MATMUL ? rows : rfk_many_pairs(op, rows) / rfk_n_matrices(op);
-    return rfk_takes_wgmma(d, plan, op, rows) && rfk_has_narrow(plan, op) && cols <= RFK_PAIR_TILE;
+    return rfk_takes_wgmma(d, plan, op, rows) && rfk_has_narrow(plan, op) &&
+           (op->kind != RF_OP_MATMUL || rows <= RFK_NARROW_COLS);
 }
 
 /* The pairs of an op for tiles; 0: too few, or another op. */
@@ -12751,10 +12751,7 @@ static int rfk_read_as_int8(const rf_prepared *p, uint32_t i) {
 /* Whether op b can read the rows that were made for op a, in steps of any number of rows. */
 static bool rfk_reads_same(const rf_prepared *p, const rf_op *a, const rf_op *b) {
     if (!a || a->kind != b->kind) return false;
-    if (!p->dev->wgmma) return true;
-    if (rfk_has_narrow(p->plan, a) != rfk_has_narrow(p->plan, b)) return false;
-    return a->kind == RF_OP_MATMUL ||
-           (rfk_n_matrices(a) == rfk_n_matrices(b) && rfk_n_chosen(a) == rfk_n_chosen(b));
+    return !p->dev->wgmma || rfk_has_narrow(p->plan, a) == rfk_has_narrow(p->plan, b);
 }
 
 /* Segments are the ops of one layer. Within one, an input that several matmuls share is quantized once, by the norm or

@@ -1339,41 +1339,42 @@ static void test_mixture_parts() {
 }
 
 /* What a row's experts give is the same bits in a step of other rows, and has no number in it if they are not there. */
+static void expert_groups_case(uint32_t type, uint32_t device) {
+    const uint32_t n_in = 256, n_out = 70, T = 150, part = 40, n_used = 3, n_experts = 6, missing = 0;
+    Rig g(devices[device]);
+    uint32_t in = g.buffer(n_in), route = g.buffer(2 * n_used), out = g.buffer(n_used * n_out),
+             logits = g.buffer(n_experts), absent = 0;
+    rf_op *o = g.op(RF_OP_ROUTE);
+    o->in = logits, o->out = route, o->route.n_experts = n_experts, o->route.n_used = n_used;
+    o = g.op(RF_OP_EXPERTS);
+    o->in = in, o->in2 = route, o->out = out, o->weight = 0, o->experts.n_in = n_in, o->experts.n_out = n_out;
+    o->experts.n_experts = n_experts, o->experts.n_used = n_used;
+    g.weight(type, n_in, n_out, random_rows(type, n_in, n_out * n_experts), n_experts);
+    g.missing = missing;
+    REQUIRE(g.open(T, 1, 256) == RF_OK, "%s", g.err.text);
+    std::vector<float> x = values((size_t)T * n_in), scores = router(T, n_experts, true);
+    g.set(in, x), g.set(logits, scores);
+    REQUIRE(g.run(rows_of(T)) == RF_OK, "%s", g.err.text);
+    std::vector<float> all = g.get(out), chosen = g.get(route);
+    for (uint32_t p = 0; p < T * n_used; p++) {
+        uint32_t id, numbers = 0;
+        memcpy(&id, &chosen[p / n_used * 2 * n_used + p % n_used], 4);
+        for (uint32_t k = 0; k < n_out; k++) numbers += !std::isnan(all[(size_t)p * n_out + k]);
+        absent += id == missing;
+        CHECK(numbers == (id == missing ? 0 : n_out), "%s, pair %u of expert %u: %u numbers", type_name(type),
+              p, id, numbers);
+    }
+    CHECK(absent == T, "%u pairs of the expert that is not there", absent);
+    g.set(in, std::vector<float>(x.begin() + (T - part) * n_in, x.end()));
+    g.set(logits, std::vector<float>(scores.begin() + (T - part) * n_experts, scores.end()));
+    REQUIRE(g.run(rows_of(part)) == RF_OK, "%s", g.err.text);
+    std::vector<float> again = g.get(out);
+    CHECK(!memcmp(&again[0], &all[(size_t)(T - part) * n_used * n_out], (size_t)part * n_used * n_out * 4),
+          "%s: in other company a row's experts give other bits", type_name(type));
+}
 static void test_expert_groups() {
     static const uint32_t kinds[] = {RF_TYPE_Q4_K, RF_TYPE_Q6_K, RF_TYPE_F16, RF_TYPE_BF16, RF_TYPE_IQ2_S};
-    const uint32_t n_in = 256, n_out = 70, T = 150, part = 40, n_used = 3, n_experts = 6, missing = 0;
-    for (uint32_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
-        Rig g(devices[i % devices.size()]);
-        uint32_t in = g.buffer(n_in), route = g.buffer(2 * n_used), out = g.buffer(n_used * n_out),
-                 logits = g.buffer(n_experts), absent = 0;
-        rf_op *o = g.op(RF_OP_ROUTE);
-        o->in = logits, o->out = route, o->route.n_experts = n_experts, o->route.n_used = n_used;
-        o = g.op(RF_OP_EXPERTS);
-        o->in = in, o->in2 = route, o->out = out, o->weight = 0, o->experts.n_in = n_in, o->experts.n_out = n_out;
-        o->experts.n_experts = n_experts, o->experts.n_used = n_used;
-        g.weight(kinds[i], n_in, n_out, random_rows(kinds[i], n_in, n_out * n_experts), n_experts);
-        g.missing = missing;
-        REQUIRE(g.open(T, 1, 256) == RF_OK, "%s", g.err.text);
-        std::vector<float> x = values((size_t)T * n_in), scores = router(T, n_experts, true);
-        g.set(in, x), g.set(logits, scores);
-        REQUIRE(g.run(rows_of(T)) == RF_OK, "%s", g.err.text);
-        std::vector<float> all = g.get(out), chosen = g.get(route);
-        for (uint32_t p = 0; p < T * n_used; p++) {
-            uint32_t id, numbers = 0;
-            memcpy(&id, &chosen[p / n_used * 2 * n_used + p % n_used], 4);
-            for (uint32_t k = 0; k < n_out; k++) numbers += !std::isnan(all[(size_t)p * n_out + k]);
-            absent += id == missing;
-            CHECK(numbers == (id == missing ? 0 : n_out), "%s, pair %u of expert %u: %u numbers", type_name(kinds[i]),
-                  p, id, numbers);
-        }
-        CHECK(absent == T, "%u pairs of the expert that is not there", absent);
-        g.set(in, std::vector<float>(x.begin() + (T - part) * n_in, x.end()));
-        g.set(logits, std::vector<float>(scores.begin() + (T - part) * n_experts, scores.end()));
-        REQUIRE(g.run(rows_of(part)) == RF_OK, "%s", g.err.text);
-        std::vector<float> again = g.get(out);
-        CHECK(!memcmp(&again[0], &all[(size_t)(T - part) * n_used * n_out], (size_t)part * n_used * n_out * 4),
-              "%s: in other company a row's experts give other bits", type_name(kinds[i]));
-    }
+    for (uint32_t i = 0; i < sizeof kinds / sizeof *kinds; i++) expert_groups_case(kinds[i], i % (uint32_t)devices.size());
 }
 
 /* Value k of a row of n keys or values. */
@@ -2608,6 +2609,7 @@ static void bfloats_cases(uint32_t device) {
         experts_case(some);
     }
     together_case(RF_TYPE_Q4_K, RF_TYPE_IQ4_XS, 256, 50, device, true); /* of one input, in two orders */
+    expert_groups_case(RF_TYPE_Q5_K, device);
     MatmulCase odd = {RF_TYPE_Q8_0, 96, 20, 70, 0, device}; /* half a step: int8 */
     matmul_case(odd);
     together_case(RF_TYPE_Q4_K, RF_TYPE_Q6_K, 256, 66, device, true);
