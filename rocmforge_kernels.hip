@@ -7936,14 +7936,14 @@ template <int TYPE> RFK_DEVICE void rfk_narrow_unpack(rfk_narrow_weights<TYPE> &
 /* Four weights d * (q - OFFSET) - m as two pairs of bf16: a byte becomes a float's bits, and one fmaf removes the
  * excess. Bytes of 0 to 127, of all types but Q8_0, are the last bits of bf16 from 128 on; the upper one of a pair is
  * a float with the lower one as its last bits, an error of up to 2^-9 of d. Q8_0's are placed above a float's last 8
- * bits, as rfk_wgmma_store does. magic: 0x43004300. */
+ * bits, as rfk_wgmma_store does. */
 template <int TYPE>
-RFK_DEVICE void rfk_narrow_convert(uint32_t q, float d, float m, uint32_t magic, uint32_t &low, uint32_t &high) {
+RFK_DEVICE void rfk_narrow_convert(uint32_t q, float d, float m, uint32_t &low, uint32_t &high) {
     const int OFFSET = rfk_format<TYPE>::OFFSET;
     float v[4];
     if (TYPE != RF_TYPE_Q8_0) {
         const float start = fmaf(-d, (float)(128 + OFFSET), -m), upper = fmaf(-d, 0.26171875f, start); /* 0x43 * 2^-8 */
-        const uint32_t even = (q & 0x00ff00ffu) | magic, odd = (q >> 8 & 0x00ff00ffu) | magic;
+        const uint32_t even = (q & 0x00ff00ffu) | 0x43004300u, odd = (q >> 8 & 0x00ff00ffu) | 0x43004300u;
         v[0] = fmaf(d, rfk_as_float(even << 16), start), v[1] = fmaf(d, rfk_as_float(odd << 16), start);
         v[2] = fmaf(d, rfk_as_float(even), upper), v[3] = fmaf(d, rfk_as_float(odd), upper);
     } else {
@@ -7963,7 +7963,7 @@ RFK_DEVICE void rfk_narrow_convert(uint32_t q, float d, float m, uint32_t magic,
 }
 /* The four fragments of a half of each row's unit. */
 template <int TYPE>
-RFK_DEVICE void rfk_narrow_fragments(const rfk_narrow_weights<TYPE> &o, uint32_t half, uint32_t magic,
+RFK_DEVICE void rfk_narrow_fragments(const rfk_narrow_weights<TYPE> &o, uint32_t half,
                                      uint32_t (&to)[4][4]) {
     RFK_UNROLL(2)
     for (uint32_t j = 0; j < 2; j++) {
@@ -7971,7 +7971,7 @@ RFK_DEVICE void rfk_narrow_fragments(const rfk_narrow_weights<TYPE> &o, uint32_t
         RFK_UNROLL(4)
         for (uint32_t k = 0; k < 4; k++)
             rfk_narrow_convert<TYPE>((uint32_t)v.q[4 * half + k], v.d[half],
-                                     rfk_format<TYPE>::HAS_MIN ? v.m[half] : 0.0f, magic, to[k][j], to[k][2 + j]);
+                                     rfk_format<TYPE>::HAS_MIN ? v.m[half] : 0.0f, to[k][j], to[k][2 + j]);
     }
 }
 
@@ -8099,7 +8099,7 @@ RFK_DEVICE void rfk_narrow_multiply(float (&sum)[1][RFK_NARROW_COLS / 2], rfk_na
                                     rfk_narrow_barriers &barriers, rfk_narrow_turn &now) {
     const bool arrives = threadIdx.x % 32 == 0;
     const rfk_wgmma_operand x = rfk_wgmma_at(s.x[0][0]);
-    uint32_t fragment[4][4], before = 0, magic = 0x43004300u;
+    uint32_t fragment[4][4], before = 0;
     RFK_UNROLL(1)
     for (uint32_t step = work.first; step < work.end; step++) {
         rfk_narrow_unpack<TYPE>(weights, step, n_in);
@@ -8108,7 +8108,7 @@ RFK_DEVICE void rfk_narrow_multiply(float (&sum)[1][RFK_NARROW_COLS / 2], rfk_na
         for (uint32_t half = 0; half < 2; half++) {
             rfk_wgmma_wait<0>(); /* the fragments are free */
             if ((step > work.first || half) && arrives) rfk_mbarrier_arrive(&barriers.stages.empty[before]);
-            rfk_narrow_fragments<TYPE>(weights, half, magic, fragment);
+            rfk_narrow_fragments<TYPE>(weights, half, fragment);
             rfk_mbarrier_wait(&barriers.stages.full[now.stage], now.round);
             rfk_wgmma_fence();
             RFK_UNROLL(4)
@@ -12681,7 +12681,7 @@ static uint32_t rfk_many_pairs(const rf_op *op, uint64_t rows) {
     return pairs >= 3 * (uint64_t)rfk_n_matrices(op) && pairs >> 31 == 0 ? (uint32_t)pairs : 0;
 }
 
-/* Whether rfk_matmul_wgmma does the op in a step of so many rows. Not for experts of floats. */
+/* Whether a kernel on wgmma does the op in a step of so many rows. Not for experts of floats. */
 static bool rfk_takes_wgmma(const rf_dev *d, const rf_plan *plan, const rf_op *op, uint64_t rows) {
     if (op->kind != RF_OP_MATMUL && !rfk_has_pairs(op)) return false;
     if (!d->wgmma || rfk_n_in(op) % RFK_WGMMA_DEPTH || rows <= RFK_FEW_STEP) return false;
