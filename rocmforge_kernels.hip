@@ -175,6 +175,22 @@ RFK_DEVICE int rfk_dot4(int a, int b, int c) {
 #endif
 }
 
+/* The same with unsigned bytes in a, where there is such an instruction. */
+#if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU) || defined(__GFX11__) || defined(__GFX12__)
+#define RFK_HAS_UNSIGNED_DOT4 1
+RFK_DEVICE int rfk_dot4_unsigned(uint32_t a, int b, int c) {
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
+    asm("dp4a.u32.s32 %0, %1, %2, %0;" : "+r"(c) : "r"(a), "r"(b));
+    return c;
+#elif defined(__GFX11__) || defined(__GFX12__)
+    return __builtin_amdgcn_sudot4(false, (int)a, true, b, c, false);
+#else
+    for (int i = 0; i < 32; i += 8) c += (int)(uint8_t)(a >> i) * (int)(int8_t)(b >> i);
+    return c;
+#endif
+}
+#endif
+
 /* Bits of a half to float and back, rounded to nearest even. */
 #if defined(ROCMFORGE_HIP_EMU)
 RFK_DEVICE float rfk_from_half(uint16_t h) {
@@ -4026,6 +4042,24 @@ RFK_DEVICE void rfk_fill_column(const rfk_fused_args &a, const rfk_column &c, fl
         a.norm_out[i] = a.x[i] * s.factor * rfk_load_any(a.norm, a.norm_type, i);
 }
 
+/* Byte k of v as a float. On NVIDIA a conversion takes as long as four of other instructions: there the byte becomes the
+ * last of 2^23's mantissa. */
+RFK_DEVICE float rfk_byte_to_float(uint32_t v, uint32_t k) {
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
+    return __uint_as_float(__byte_perm(v, 0x4b000000u, 0x7440u + k)) - 8388608.0f;
+#else
+    return (float)((v >> (8 * k)) & 255);
+#endif
+}
+/* The lower or the upper halves of x and y. */
+RFK_DEVICE uint32_t rfk_join_halves(uint32_t x, uint32_t y, uint32_t upper) {
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
+    return __byte_perm(x, y, upper ? 0x7632u : 0x5410u);
+#else
+    return ((x >> (16 * upper)) & 0xffff) | (y >> (16 * upper)) << 16;
+#endif
+}
+
 /* A fragment of the column in registers. */
 struct rfk_fragment_x {
     int4 piece[4];
@@ -4047,6 +4081,14 @@ RFK_DEVICE int rfk_dot16(const int *w, const int4 &x, int sum) {
     sum = rfk_dot4(w[2], x.z, sum);
     return rfk_dot4(w[3], x.w, sum);
 }
+#if defined(RFK_HAS_UNSIGNED_DOT4)
+RFK_DEVICE int rfk_dot16_unsigned(const int *w, const int4 &x, int sum) {
+    sum = rfk_dot4_unsigned((uint32_t)w[0], x.x, sum);
+    sum = rfk_dot4_unsigned((uint32_t)w[1], x.y, sum);
+    sum = rfk_dot4_unsigned((uint32_t)w[2], x.z, sum);
+    return rfk_dot4_unsigned((uint32_t)w[3], x.w, sum);
+}
+#endif
 RFK_DEVICE int rfk_low4(int v) { return v & 0x0f0f0f0f; }
 RFK_DEVICE int rfk_high4(int v) { return (v >> 4) & 0x0f0f0f0f; }
 RFK_DEVICE float rfk_low_half(uint32_t v) { return rfk_from_half((uint16_t)(v & 0xffff)); }
@@ -4160,13 +4202,17 @@ template <int TYPE> struct rfk_fragments_k {
                 high[k] |= (bits[k] & 0x02020202) << 3;
             }
         }
-        /* 6-bit scales and minimums of the two groups; those of the last four groups keep two bits elsewhere */
-        const uint32_t shift = 16 * (c & 1), y = (uint32_t)w.head.y >> shift, z = (uint32_t)w.head.z >> shift,
-                       e = (uint32_t)w.head.w >> shift, keep = c < 2 ? 0x3f3fu : 0x0f0fu, more = c < 2 ? 0 : 0x3030u;
-        const uint32_t scale = ((c < 2 ? y : e) & keep) | ((y >> 2) & more),
-                       min = ((c < 2 ? z : e >> 4) & keep) | ((z >> 2) & more);
-        o.s[0] = (float)(scale & 255), o.s[1] = (float)((scale >> 8) & 255);
-        o.s[2] = (float)(min & 255), o.s[3] = (float)((min >> 8) & 255);
+        unpack_scales(w, c, o);
+    }
+    /* 6-bit scales and minimums of the two groups; those of the last four groups have their upper two bits elsewhere.
+     * c: which of the block's four fragments */
+    RFK_DEVICE void unpack_scales(const rfk_fragment &w, uint32_t c, rfk_fragment_weights &o) {
+        const uint32_t yz = rfk_join_halves((uint32_t)w.head.y, (uint32_t)w.head.z, c & 1),
+                       e = rfk_join_halves((uint32_t)w.head.w, 0, c & 1),
+                       more = ((e | e << 12) & 0x0f0f0f0fu) | ((yz >> 2) & 0x30303030u),
+                       bytes = c < 2 ? yz & 0x3f3f3f3fu : more;
+        RFK_UNROLL(4)
+        for (uint32_t i = 0; i < 4; i++) o.s[i] = rfk_byte_to_float(bytes, i);
         o.s[4] = rfk_low_half((uint32_t)w.head.x), o.s[5] = rfk_high_half((uint32_t)w.head.x);
     }
     RFK_DEVICE float join(const float *s, const float *dots, const rfk_fragment_scales &x, float total) {
@@ -4245,16 +4291,15 @@ template <> struct rfk_fragments<RF_TYPE_Q6_K> {
         rfk_words(w.q[0], low[0]);
         rfk_words(w.q[1], low[1]);
         rfk_words(w.q[2], high);
-        const uint32_t shift = 8 * (lane % 2);
         RFK_UNROLL(4)
-        for (int i = 0; i < 4; i++) { /* scale of piece i: byte 2 * i + odd */
+        for (int i = 0; i < 4; i++) { /* scale of piece i: byte 2 * i + odd, signed */
             RFK_UNROLL(4)
             for (int k = 0; k < 4; k++) {
                 int q = i < 2 ? low[i][k] : low[i - 2][k] >> 4,
                     h = i < 2 ? (int)((uint32_t)high[k] << (4 - 2 * i)) : (int)((uint32_t)high[k] >> (2 * i - 4));
                 o.q[4 * i + k] = (q & 0x0f0f0f0f) | (h & 0x30303030);
             }
-            o.s[i] = (float)(int8_t)(w.s[i / 2] >> (shift + 16 * (i % 2)));
+            o.s[i] = rfk_byte_to_float(w.s[i / 2] ^ 0x80808080u, lane % 2 + 2 * (uint32_t)(i % 2)) - 128.0f;
         }
         o.s[4] = rfk_low_half(w.s[2]);
     }
@@ -4316,14 +4361,47 @@ template <int TYPE> RFK_DEVICE bool rfk_is_q2(const rfk_raw &r) {
 }
 template <int TYPE> RFK_DEVICE bool rfk_is_q2(const rfk_fragment &) { return false; }
 
-/* Add the products of an unpacked fragment and a column's part of it to total. is_q2: a Q2_K unit. */
+/* A fragment's weights for rfk_dot_unpacked: those of Q4_K that are the upper four bits of a byte may stay there, times
+ * 16. */
+template <int TYPE> struct rfk_unpack_dots {
+    static const bool TIMES_16 = false;
+    RFK_DEVICE void run(const typename rfk_fragments<TYPE>::loaded &raw, uint32_t lane, rfk_fragment_weights &w) {
+        rfk_fragments<TYPE>::unpack(raw, lane, w);
+    }
+};
+#if defined(RFK_HAS_UNSIGNED_DOT4)
+template <> struct rfk_unpack_dots<RF_TYPE_Q4_K> {
+    static const bool TIMES_16 = true;
+    RFK_DEVICE void run(const rfk_fragment &raw, uint32_t lane, rfk_fragment_weights &w) {
+        RFK_UNROLL(2)
+        for (int i = 0; i < 2; i++) {
+            int *low = w.q + 4 * i, *high = low + 8;
+            rfk_words(raw.q[i], low);
+            RFK_UNROLL(4)
+            for (int k = 0; k < 4; k++) high[k] = low[k] & (int)0xf0f0f0f0u, low[k] = rfk_low4(low[k]);
+        }
+        rfk_fragments<RF_TYPE_Q4_K>::unpack_scales(raw, lane % 4, w);
+    }
+};
+/* The dot products of Q4_K's two groups. */
+RFK_DEVICE void rfk_dots_times_16(const int *w, const rfk_fragment_x &x, float *dots) {
+    dots[0] = rfk_dot_to_float(rfk_dot16_unsigned(w + 4, x.piece[1], rfk_dot16_unsigned(w, x.piece[0], RFK_DOT_START)));
+    const int upper = rfk_dot16_unsigned(w + 12, x.piece[3], rfk_dot16_unsigned(w + 8, x.piece[2], RFK_DOT_START));
+    dots[1] = rfk_fma(rfk_as_float((uint32_t)upper), 0.0625f, -12582912.0f / 16); /* exact */
+}
+#else
+RFK_DEVICE void rfk_dots_times_16(const int *, const rfk_fragment_x &, float *) {}
+#endif
+
+/* Add the products of an unpacked fragment (rfk_unpack_dots) and a column's part of it to total. is_q2: a Q2_K unit. */
 template <int TYPE>
 RFK_DEVICE float rfk_dot_unpacked(const rfk_fragment_weights &w, bool is_q2, const rfk_fragment_x &x, float total) {
     typedef rfk_fragments<TYPE> F;
     const bool offset = rfk_format<TYPE>::OFFSET != 0, has_min = rfk_format<TYPE>::HAS_MIN != 0;
     rfk_fragment_scales scales = {{x.scale.x, x.scale.y, x.scale.z, x.scale.w}, {x.scale.z, x.scale.w}};
     float dots[4];
-    if (TYPE >= RFK_OTHER || F::DOTS == 4) {
+    if (rfk_unpack_dots<TYPE>::TIMES_16) rfk_dots_times_16(w.q, x, dots);
+    else if (TYPE >= RFK_OTHER || F::DOTS == 4) {
         const float start[4] = {x.start.x, x.start.y, x.start.z, x.start.w};
         RFK_UNROLL(4)
         for (int i = 0; i < F::DOTS; i++)
@@ -4348,7 +4426,7 @@ template <int TYPE>
 RFK_DEVICE float rfk_dot_fragment(const typename rfk_fragments<TYPE>::loaded &raw, const rfk_fragment_x &x,
                                   uint32_t lane, float total) {
     rfk_fragment_weights w;
-    rfk_fragments<TYPE>::unpack(raw, lane, w);
+    rfk_unpack_dots<TYPE>::run(raw, lane, w);
     return rfk_dot_unpacked<TYPE>(w, rfk_is_q2<TYPE>(raw), x, total);
 }
 
@@ -4391,7 +4469,7 @@ template <int TYPE, int GRID> struct rfk_unpack_by {
 template <int TYPE> struct rfk_unpack_by<TYPE, RF_TYPE_F32> {
     RFK_DEVICE void run(const typename rfk_fragments<TYPE>::loaded &raw, uint32_t lane, const uint32_t *,
                         rfk_fragment_weights &w) {
-        rfk_fragments<TYPE>::unpack(raw, lane, w);
+        rfk_unpack_dots<TYPE>::run(raw, lane, w);
     }
 };
 
@@ -4703,7 +4781,7 @@ RFK_DEVICE void rfk_pairs_block(const rfk_fused_args &a, const rfk_product &p, u
                 RFK_UNROLL(2)
                 for (int j = 0; j < 2; j++) {
                     rfk_fragment_weights w;
-                    F::unpack(raw[k][j], lane, w);
+                    rfk_unpack_dots<TYPE>::run(raw[k][j], lane, w);
                     sum[j] = rfk_dot_unpacked<TYPE>(w, false, x, sum[j]);
                 }
             }
