@@ -20557,8 +20557,12 @@ static rf_result rfi_eval_pin(rf_session *s, uint32_t segment, rf_error *err) {
     rf_result r = RF_OK;
     for (uint32_t i = s->segment_first[segment]; r == RF_OK && i < s->segment_first[segment + 1]; i++) {
         uint32_t slot = s->segment_slots[i];
-        if (s->is_expert[slot] && !s->chosen[slot] && !rfi_store_streams(store)) continue; /* or all held */
         rfi_tensor *t = &store->tensors[slot];
+        if (s->is_expert[slot] && s->holds_experts) { /* past all of this weight */
+            i += rf_plan_weight_matrices(rfi_tensor_weight(store, t)) - 1;
+            continue;
+        }
+        if (s->is_expert[slot] && !s->chosen[slot] && !rfi_store_streams(store)) continue;
         if (t->streamed) {
             r = rfi_stream_pin(store, slot, s->n_held_streamed, s->loading_cancels, err);
             if (r == RF_OK) s->held_streamed[s->n_held_streamed++] = slot;

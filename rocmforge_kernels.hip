@@ -4042,7 +4042,7 @@ RFK_DEVICE void rfk_fill_column(const rfk_fused_args &a, const rfk_column &c, fl
         a.norm_out[i] = a.x[i] * s.factor * rfk_load_any(a.norm, a.norm_type, i);
 }
 
-/* Byte k of v as a float. On NVIDIA a conversion takes as long as four of other instructions: there the byte becomes the
+/* Byte k of v as a float. On NVIDIA a conversion takes as long as four other instructions: there the byte becomes the
  * last of 2^23's mantissa. */
 RFK_DEVICE float rfk_byte_to_float(uint32_t v, uint32_t k) {
 #if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
@@ -11222,6 +11222,7 @@ struct rf_queue {
     hipStream_t stream;
     pthread_mutex_t submit;      /* held while work is added */
     pthread_mutex_t lock;        /* guards the tickets */
+    uint32_t last_wait_us;       /* the last wait of over 2 ms for a ticket */
     hipEvent_t event[RFK_EVENTS];/* ticket v has [v % RFK_EVENTS], until a later one takes it */
     uint64_t issued, done;
     char *staging;                /* pinned, two halves */
@@ -11835,18 +11836,26 @@ static void rfk_rank_finish(rf_dev *d) { (void)d; }
 
 /* ---- waiting and copies ---- */
 
-/* Polls without sleeping for 2 ms, the time of a decode step, then every 50 us. */
+/* Whether to sleep between two polls. A sleep takes 0.1 ms, which would make a decode step longer: none in the first
+ * 2 ms, nor around the time that the queue's last long wait took. */
+static bool rfk_may_sleep(double waited, double last) {
+    return waited > 2e-3 && (waited < 0.95 * last - 3e-4 || waited > last + 2e-3);
+}
+
 static rf_result rfk_ticket_wait(const rf_ticket *ticket, uint32_t timeout_ms, rf_error *err) {
     if (!ticket || !ticket->queue || ticket->value == 0) return RF_OK;
     rf_dev *d = ticket->queue->dev;
     rfk_scope scope(ticket->queue->dev->index);
     if (scope.error != hipSuccess) return rfk_enter_queue(ticket->queue, scope, err);
-    double start = rfk_now();
+    uint32_t *const last_us = &ticket->queue->last_wait_us;
+    const double start = rfk_now(), last = __atomic_load_n(last_us, __ATOMIC_RELAXED) * 1e-6;
     for (;;) {
         hipError_t e = rfk_ticket_query(ticket);
-        if (e != hipErrorNotReady)
+        const double waited = rfk_now() - start;
+        if (e != hipErrorNotReady) {
+            if (waited > 2e-3) __atomic_store_n(last_us, (uint32_t)(fmin(waited, 3600) * 1e6), __ATOMIC_RELAXED);
             return rfk_settle(ticket->queue, rfk_check(d, err, e, "hipEventQuery", "work of a queue", 0));
-        double waited = rfk_now() - start;
+        }
         if (waited * 1e3 > (double)timeout_ms)
             return rfk_fail(err, RF_ERR_DEVICE, 0, 0, "%s: not finished after %u ms", d->info.name, timeout_ms);
 #if defined(ROCMFORGE_RCCL)
@@ -11854,7 +11863,7 @@ static rf_result rfk_ticket_wait(const rf_ticket *ticket, uint32_t timeout_ms, r
         if (state != ncclSuccess && state != ncclInProgress && !(state == RFK_HAS_LEFT && d->ranks_here))
             return rfk_comm_wait(d, state, "ncclSend or ncclRecv", err);
 #endif
-        if (waited > 2e-3) {
+        if (rfk_may_sleep(waited, last)) {
             struct timespec nap = {0, 50000};
             nanosleep(&nap, NULL);
         }
