@@ -1284,8 +1284,8 @@ template <int TYPE> RFK_DEVICE float rfk_load1(const uint8_t *p, size_t i) {
 
 RFK_DEVICE float rfk_load_any(const uint8_t *p, uint32_t type, size_t i) {
     if (type == RF_TYPE_F32) return rfk_load1<RF_TYPE_F32>(p, i);
-    if (type == RF_TYPE_F16) return rfk_load1<RF_TYPE_F16>(p, i);
-    return rfk_load1<RF_TYPE_BF16>(p, i);
+    const uint16_t v = rfk_load2(p + 2 * i); /* one load for both types: kernels have many copies of this */
+    return type == RF_TYPE_F16 ? rfk_from_half(v) : rfk_as_float((uint32_t)v << 16);
 }
 
 template <int TYPE> RFK_DEVICE void rfk_load8(const uint8_t *p, size_t i, float *v) {
@@ -2284,11 +2284,13 @@ struct rfk_route_args {
     float scale;
 };
 /* What a logit becomes before softmax's sum divides it. */
+RFK_CALLED float rfk_sqrt_softplus(float x) { return sqrtf(x > 20.0f ? x : log1pf(expf(x))); }
 RFK_DEVICE float rfk_route_value(uint32_t flags, float x, float top) {
     if (flags & RF_OP_CHOSEN) return x;
-    if (flags & RF_OP_SIGMOID) return 1.0f / (1.0f + expf(-x));
-    if (flags & RF_OP_SQRT_SOFTPLUS) return sqrtf(x > 20.0f ? x : log1pf(expf(x)));
-    return expf(x - top);
+    if (flags & RF_OP_SQRT_SOFTPLUS) return rfk_sqrt_softplus(x);
+    const bool sigmoid = (flags & RF_OP_SIGMOID) != 0;
+    const float v = expf(sigmoid ? -x : x - top); /* one copy of it: kernels have many */
+    return sigmoid ? 1.0f / (1.0f + v) : v;
 }
 struct rfk_route_shared {
     float p[RF_MAX_EXPERTS], score[RF_MAX_EXPERTS], group[RF_MAX_EXPERTS], weight[RF_MAX_EXPERTS];
@@ -2601,10 +2603,9 @@ template <int WAVE, int DIM> struct rfk_delta_loads {
     int32_t seq;       /* of row `lane` of the tokens, -1: none */
     uint32_t from, to;
 };
-/* The decay of a row of S from its input. */
-RFK_DEVICE float rfk_delta_decay(const rfk_delta_args &a, float x, float by) {
-    if (a.lower_bound != 0)
-        return expf(-fabsf(a.lower_bound) / (1.0f + expf(a.lower_bound < 0 ? -by * x : by * x)));
+/* The decay of a row of S from its input. Called: kernels have many copies. */
+RFK_CALLED float rfk_delta_decay(float lower_bound, float x, float by) {
+    if (lower_bound != 0) return expf(-fabsf(lower_bound) / (1.0f + expf(lower_bound < 0 ? -by * x : by * x)));
     return expf((x > 20.0f ? x : log1pf(expf(x))) * by);
 }
 /* The sum over the lanes of a column, in each of them. */
@@ -2672,17 +2673,20 @@ RFK_DEVICE void rfk_delta_put(rfk_delta_shared<WAVE, DIM> &s, const rfk_delta_lo
         const bool own = rfk_shuffle<WAVE>(l.seq, token) == (int32_t)blockIdx.z;
         for (uint32_t e = lane; a.n_decays > 1 && own && e < DIM; e += WAVE)
             reinterpret_cast<float *>(s.decays[token])[e] =
-                e < a.head_dim ? rfk_delta_decay(a, a.alpha[(size_t)(t0 + token) * a.alpha_stride + bias + e] +
-                                                        rfk_load_any(a.b, a.b_type, bias + e),
-                                                 decay_by)
-                               : 0.0f;
+                e < a.head_dim
+                    ? rfk_delta_decay(a.lower_bound,
+                                      a.alpha[(size_t)(t0 + token) * a.alpha_stride + bias + e] +
+                                          rfk_load_any(a.b, a.b_type, bias + e),
+                                      decay_by)
+                    : 0.0f;
     }
     RFK_UNROLL(8)
     for (uint32_t j = 0; j < sizeof l.v / sizeof *l.v; j++)
         s.v[(j * 4 * WAVE + threadIdx.x) / COLS][(j * 4 * WAVE + threadIdx.x) % COLS] = l.v[j];
     if (threadIdx.x >= (uint32_t)l.TOKENS) return;
     s.beta[lane] = 1.0f / (1.0f + expf(-l.beta));
-    s.decay[lane] = a.n_decays > 1 ? 1.0f : rfk_delta_decay(a, l.alpha + rfk_load_any(a.b, a.b_type, h), decay_by);
+    s.decay[lane] =
+        a.n_decays > 1 ? 1.0f : rfk_delta_decay(a.lower_bound, l.alpha + rfk_load_any(a.b, a.b_type, h), decay_by);
 }
 /* Which rows these are, for rfk_delta_fetch. */
 template <int WAVE, int DIM>
@@ -2899,7 +2903,7 @@ template <int WAVE> RFK_DEVICE void rfk_chunk_prepare(rfk_delta_chunk &chunk, co
             reinterpret_cast<float *>(chunk.v[i])[lane] = own && col < a.head_dim_v ? v[col] : 0.0f;
     }
     const float beta = mine ? 1.0f / (1.0f + expf(-a.beta[(size_t)t * a.beta_stride + h])) : 0.0f,
-                decay = mine ? rfk_delta_decay(a, a.alpha[(size_t)t * a.alpha_stride + h] +
+                decay = mine ? rfk_delta_decay(a.lower_bound, a.alpha[(size_t)t * a.alpha_stride + h] +
                                                       rfk_load_any(a.b, a.b_type, h),
                                                rfk_load_any(a.a, a.a_type, h))
                              : 1.0f;
@@ -3233,6 +3237,36 @@ RFK_DEVICE float rfk_epilogue(const rfk_product &p, uint32_t row, float v, float
 RFK_DEVICE float rfk_put_on(const rfk_product &p, uint32_t row, uint32_t col, float v, float before) {
     return p.out[(size_t)col * p.out_stride + row] = rfk_epilogue(p, row, v, before);
 }
+
+/* What is rare in the epilogue of many results, for rows 4i .. 4i + 3 of n_out. Called: one copy for all kernels. */
+struct rfk_rare {
+    const uint8_t *factor, *bias;
+    uint32_t factor_type, bias_type, n_out;
+    float scale, softcap;
+};
+RFK_CALLED float4 rfk_epilogue_rare(rfk_rare of, uint32_t row, float4 x) {
+    float v[4] = {x.x, x.y, x.z, x.w};
+    for (uint32_t k = 0; k < 4; k++) {
+        if (of.factor) v[k] = rfk_mul(v[k], rfk_load_any(of.factor, of.factor_type, 0));
+        if (of.bias && row + k < of.n_out) v[k] += rfk_load_any(of.bias, of.bias_type, row + k);
+        v[k] = rfk_mul(v[k], of.scale);
+        if (of.softcap != 0) v[k] = rfk_capped(v[k], of.softcap);
+    }
+    x.x = v[0], x.y = v[1], x.z = v[2], x.w = v[3];
+    return x;
+}
+/* rfk_epilogue of rows row .. row + 3, without what is there. */
+RFK_DEVICE void rfk_epilogue4(const rfk_product &p, uint32_t row, float *v) {
+#if defined(RFK_NVIDIA) /* elsewhere what is rare is inlined, and needs no second copy of what is not */
+    if (!p.factor && !p.bias && p.softcap == 0) {
+        for (uint32_t k = 0; k < 4; k++) v[k] = rfk_mul(v[k], p.scale);
+        return;
+    }
+#endif
+    const rfk_rare of = {p.factor, p.bias, p.factor_type, p.bias_type, p.n_out, p.scale, p.softcap};
+    const float4 x = {v[0], v[1], v[2], v[3]}, y = rfk_epilogue_rare(of, row, x);
+    v[0] = y.x, v[1] = y.y, v[2] = y.z, v[3] = y.w;
+}
 RFK_DEVICE void rfk_put(const rfk_product &p, uint32_t row, uint32_t col, float v) {
     v = rfk_put_on(p, row, col, v, p.accumulate ? p.out[(size_t)col * p.out_stride + row] : 0.0f);
     RFK_UNROLL(1)
@@ -3241,9 +3275,9 @@ RFK_DEVICE void rfk_put(const rfk_product &p, uint32_t row, uint32_t col, float 
 /* The same for rows 4i .. 4i + 3 of the n_out; v becomes what is stored. */
 RFK_DEVICE void rfk_put4(const rfk_product &p, uint32_t i, uint32_t col, float *v) {
     float *out = p.out + (size_t)col * p.out_stride, before[4] = {0, 0, 0, 0};
+    rfk_epilogue4(p, 4 * i, v);
     if (p.accumulate) rfk_get4(out, i, p.n_out, before);
-    for (uint32_t k = 0; k < 4; k++)
-        if (4 * i + k < p.n_out) v[k] = rfk_epilogue(p, 4 * i + k, v[k], before[k]);
+    for (uint32_t k = 0; p.accumulate && k < 4; k++) v[k] = before[k] + v[k];
     rfk_set4(out, i, p.n_out, v);
     RFK_UNROLL(1)
     for (uint32_t k = 0; k < p.n_far; k++) rfk_set4(p.far[k] + (size_t)col * p.n_out, i, p.n_out, v);
@@ -7830,16 +7864,22 @@ RFK_DEVICE void rfk_wide_put_columns(const rfk_wide_args &a, const rfk_product &
         }
     }
 }
+template <uint32_t PART> RFK_DEVICE void rfk_wide_leave(float (*out)[64], const float (&sum)[RFK_WIDE_COLS / 2]) {
+    const uint32_t RESULTS = RFK_WIDE_PUT / 2;
+    RFK_UNROLL(32)
+    for (uint32_t i = 0; i < RESULTS; i++)
+        out[rfk_wgmma_col(i)][rfk_wide_row(rfk_wgmma_col(i), rfk_wgmma_row(i))] = sum[RESULTS * PART + i];
+}
 RFK_DEVICE void rfk_wide_put(const rfk_wide_args &a, const rfk_product &p, const rfk_wide_tile &work,
                              const float (&sum)[RFK_WIDE_COLS / 2], rfk_wide_shared &s, rfk_mbarrier *put,
                              uint32_t &n) {
     float(*out)[64] = s.out[threadIdx.x / RFK_WARPGROUP];
-    const uint32_t RESULTS = RFK_WIDE_PUT / 2;
-    RFK_UNROLL(4) /* not a loop: the sums must stay in registers */
+    RFK_UNROLL(1)
     for (uint32_t part = 0; part < RFK_WIDE_COLS / RFK_WIDE_PUT; part++) {
-        RFK_UNROLL(32)
-        for (uint32_t i = 0; i < RESULTS; i++)
-            out[rfk_wgmma_col(i)][rfk_wide_row(rfk_wgmma_col(i), rfk_wgmma_row(i))] = sum[RESULTS * part + i];
+        if (part == 0) rfk_wide_leave<0>(out, sum); /* the sums must stay in registers */
+        else if (part == 1) rfk_wide_leave<1>(out, sum);
+        else if (part == 2) rfk_wide_leave<2>(out, sum);
+        else rfk_wide_leave<3>(out, sum);
         rfk_wide_meet(put, n);
         rfk_wide_put_columns(a, p, work, RFK_WIDE_PUT * part, out);
         rfk_wide_meet(put, n);
@@ -8291,42 +8331,28 @@ RFK_DEVICE float rfk_wgmma_want(uint32_t row, uint32_t col) {
     return (float)want;
 }
 
-/* Whether this thread's results of one instruction are right, for 64 N rows. */
-template <int COLS, bool F16, int N> RFK_DEVICE bool rfk_wgmma_is_right(int4 (*rows)[8]) {
-    __syncthreads();
-    for (uint32_t j = threadIdx.x; j < (64 * N + COLS) * RFK_WGMMA_DEPTH; j += RFK_WARPGROUP) {
-        const uint32_t row = j / RFK_WGMMA_DEPTH, i = row < 64 * N ? row : 128 + row - 64 * N, k = j % RFK_WGMMA_DEPTH;
+/* n_rows rows and, behind them, n_cols columns of the check. */
+RFK_DEVICE void rfk_wgmma_fill_check(int4 (*rows)[8], uint32_t n_rows, uint32_t n_cols, bool halves) {
+    RFK_UNROLL(1)
+    for (uint32_t j = threadIdx.x; j < (n_rows + n_cols) * RFK_WGMMA_DEPTH; j += RFK_WARPGROUP) {
+        const uint32_t row = j / RFK_WGMMA_DEPTH, i = row < n_rows ? row : 128 + row - n_rows, k = j % RFK_WGMMA_DEPTH;
         const float v = (float)rfk_check_value(i / 8, i % 8 * 2 + k / 32, k % 32);
         reinterpret_cast<uint16_t *>(&rows[row][rfk_swizzled(row, k / 8)])[k % 8] =
-            F16 ? rfk_to_half(v) : (uint16_t)rfk_to_bf16x2(v, 0);
+            halves ? rfk_to_half(v) : (uint16_t)rfk_to_bf16x2(v, 0);
     }
     rfk_fence_async_proxy();
-    __syncthreads();
-    float sum[N][COLS / 2];
-    rfk_wgmma_step<COLS, F16, true>(sum, rfk_wgmma_at(rows[0]), rfk_wgmma_at(rows[64 * N]), false);
+}
+/* This thread's results of one instruction, for 64 rows. */
+template <int COLS, bool F16> RFK_DEVICE void rfk_wgmma_try(int4 (*rows)[8], float *results) {
+    float sum[1][COLS / 2];
+    rfk_wgmma_step<COLS, F16, true>(sum, rfk_wgmma_at(rows[0]), rfk_wgmma_at(rows[64]), false);
     rfk_wgmma_drain<COLS>(sum);
-    float results[N * COLS / 2]; /* in private memory */
     RFK_UNROLL(128)
-    for (uint32_t j = 0; j < N * COLS / 2; j++) results[j] = sum[j / (COLS / 2)][j % (COLS / 2)];
-    bool right = true;
-    RFK_UNROLL(1)
-    for (uint32_t j = 0; j < N * COLS / 2; j++) {
-        const uint32_t i = j % (COLS / 2), row = j / (COLS / 2) * 64 + rfk_wgmma_row(i), col = 128 + rfk_wgmma_col(i);
-        right = right && results[j] == rfk_wgmma_want(row, col);
-    }
-    return right;
+    for (uint32_t j = 0; j < COLS / 2; j++) results[j] = sum[0][j];
 }
 /* The same of the instruction that reads rows from registers. */
-RFK_DEVICE bool rfk_wgmma_rows_are_right(int4 (*columns)[8]) {
-    __syncthreads();
-    for (uint32_t j = threadIdx.x; j < 64 * RFK_WGMMA_DEPTH; j += RFK_WARPGROUP) {
-        const uint32_t col = j / RFK_WGMMA_DEPTH, i = 128 + col, k = j % RFK_WGMMA_DEPTH;
-        reinterpret_cast<uint16_t *>(&columns[col][rfk_swizzled(col, k / 8)])[k % 8] =
-            (uint16_t)rfk_to_bf16x2((float)rfk_check_value(i / 8, i % 8 * 2 + k / 32, k % 32), 0);
-    }
-    rfk_fence_async_proxy();
-    __syncthreads();
-    float sum[1][32], results[32]; /* results: in private memory */
+RFK_DEVICE void rfk_wgmma_try_rows(int4 (*columns)[8], float *results) {
+    float sum[1][32];
     uint32_t fragment[4][4];
     RFK_UNROLL(16)
     for (uint32_t i = 0; i < 16; i++) {
@@ -8341,11 +8367,6 @@ RFK_DEVICE bool rfk_wgmma_rows_are_right(int4 (*columns)[8]) {
     rfk_wgmma_drain<64>(sum);
     RFK_UNROLL(32)
     for (uint32_t j = 0; j < 32; j++) results[j] = sum[0][j];
-    bool right = true;
-    RFK_UNROLL(1)
-    for (uint32_t j = 0; j < 32; j++)
-        right = right && results[j] == rfk_wgmma_want(rfk_wgmma_row(j), 128 + rfk_wgmma_col(j));
-    return right;
 }
 #endif
 
@@ -8355,12 +8376,26 @@ static __global__ void RFK_THREADS(RFK_WARPGROUP) rfk_check_wgmma(uint32_t *out)
 #if defined(RFK_HAS_WGMMA)
     RFK_DYNAMIC(int4, memory);
     int4(*s)[8] = reinterpret_cast<int4(*)[8]>(&rfk_wgmma_memory<int4>(memory));
-    const bool few = rfk_wgmma_is_right<RFK_PAIR_TILE, false, 2>(s),
-               many = rfk_wgmma_is_right<RFK_WGMMA_COLS, false, 2>(s),
-               wide = rfk_wgmma_is_right<RFK_WIDE_COLS, false, 1>(s),
-               halves = rfk_wgmma_is_right<RFK_WGMMA_COLS, true, 2>(s),
-               wide_halves = rfk_wgmma_is_right<RFK_WIDE_COLS, true, 1>(s), rows = rfk_wgmma_rows_are_right(s);
-    out[threadIdx.x] = few && many && wide && halves && wide_halves && rows ? RFK_WGMMA_RIGHT : RFK_WGMMA_WRONG;
+    float results[RFK_WIDE_COLS / 2]; /* in private memory */
+    bool right = true;
+    RFK_UNROLL(1)
+    for (uint32_t test = 0; test < 6; test++) { /* a loop: one copy of what is around the instructions */
+        const bool few = test == 0 || test == 5, wide = test == 2 || test == 4;
+        const uint32_t n_cols = few ? RFK_PAIR_TILE : wide ? RFK_WIDE_COLS : RFK_WGMMA_COLS;
+        __syncthreads();
+        rfk_wgmma_fill_check(s, test == 5 ? 0 : 64, n_cols, test == 3 || test == 4);
+        __syncthreads();
+        if (test == 0) rfk_wgmma_try<RFK_PAIR_TILE, false>(s, results);
+        if (test == 1) rfk_wgmma_try<RFK_WGMMA_COLS, false>(s, results);
+        if (test == 2) rfk_wgmma_try<RFK_WIDE_COLS, false>(s, results);
+        if (test == 3) rfk_wgmma_try<RFK_WGMMA_COLS, true>(s, results);
+        if (test == 4) rfk_wgmma_try<RFK_WIDE_COLS, true>(s, results);
+        if (test == 5) rfk_wgmma_try_rows(s, results);
+        RFK_UNROLL(1)
+        for (uint32_t j = 0; j < n_cols / 2; j++)
+            right = right && results[j] == rfk_wgmma_want(rfk_wgmma_row(j), 128 + rfk_wgmma_col(j));
+    }
+    out[threadIdx.x] = right ? RFK_WGMMA_RIGHT : RFK_WGMMA_WRONG;
 #else
     out[threadIdx.x] = 0;
 #endif
@@ -8710,6 +8745,11 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_matmul_spl
 #define RFK_MAX_HEAD 256
 #define RFK_LATENT_HEAD 576  /* of MLA's latent keys; values have at most 2 * RFK_BLOCK */
 #define RFK_ANY_HEAD 1024    /* of keys that rfk_any_attention takes */
+#if defined(RFK_NVIDIA) /* has shared memory enough: one kernel less to compile for each type of the cache */
+#define RFK_SMALL_HEAD RFK_LATENT_HEAD
+#else
+#define RFK_SMALL_HEAD RFK_MAX_HEAD
+#endif
 
 struct rfk_attention_args {
     const float *q;
@@ -8933,10 +8973,9 @@ RFK_DEVICE void rfk_attend(rfk_attention_shared<HEAD> &s, const rfk_attention_ar
     const KV *v = rfk_kv_row((const KV *)a.v, head * a.n_cells, a.v_row);
     rfk_attending t;
     __syncthreads(); /* the previous run is done with s */
-    for (uint32_t i = threadIdx.x; i < RFK_QUERIES * HEAD; i += RFK_BLOCK) {
-        uint32_t g = i / HEAD, e = i % HEAD;
-        bool inside = g < r.n && e < a.head_dim;
-        uint32_t row = r.row0 + g / r.n_heads;
+    for (uint32_t e = threadIdx.x % 32; e < (a.head_dim + 7) / 8 * 8; e += 32) { /* 32 threads a query */
+        const uint32_t g = threadIdx.x / 32, row = r.row0 + g / r.n_heads;
+        const bool inside = g < r.n && e < a.head_dim;
         s.q[g][e] = inside ? a.q[(size_t)row * a.q_stride + (size_t)(r.head0 + g % r.n_heads) * a.head_dim + e] *
                                  rfk_temperature(a, a.rows[row].pos)
                            : 0.0f;
@@ -10762,15 +10801,13 @@ RFK_DEVICE rfk_decode_output rfk_decode_output_of(const rfk_decode_attention_arg
     return to;
 }
 
-/* Values 4c .. 4c + 3 of the result of a query of the group, also quantized. All lanes of the wave take part. */
+/* Values 4c .. 4c + 3 of the result of a query of the group, also quantized. All lanes of the wave take part. Called:
+ * kernels need it twice. */
 template <int WAVE>
-RFK_DEVICE void rfk_decode_out(const rfk_decode_output &to, uint32_t query, uint32_t c, const float (&x)[4],
-                               bool inside) {
+RFK_CALLED void rfk_decode_out(rfk_decode_output to, uint32_t query, uint32_t c, float4 four, bool inside) {
+    const float x[4] = {four.x, four.y, four.z, four.w};
     const uint32_t i = (to.kv_head * to.group + query) * (to.head_dim / 4) + c;
-    if (inside) {
-        const float4 four = {x[0], x[1], x[2], x[3]};
-        reinterpret_cast<float4 *>(to.out)[i] = four;
-    }
+    if (inside) reinterpret_cast<float4 *>(to.out)[i] = four;
     if (to.x8.q) rfk_quantize4<WAVE>(to.x8, 0, to.n_heads * to.head_dim, i, x, inside);
 }
 
@@ -10864,9 +10901,8 @@ RFK_DEVICE void rfk_decode_join(rfk_decode_shared<G, PER> &s, const rfk_decode_o
         }
         if (s.n_splits == 1) {
             const float inverse = inside ? 1.0f / weights : 0.0f;
-            RFK_UNROLL(4)
-            for (int k = 0; k < 4; k++) x[k] *= inverse;
-            rfk_decode_out<WAVE>(out, head, c, x, inside);
+            const float4 four = {x[0] * inverse, x[1] * inverse, x[2] * inverse, x[3] * inverse};
+            rfk_decode_out<WAVE>(out, head, c, four, inside);
         } else if (inside) {
             float *part = rfk_decode_part(out, y);
             const float4 four = {x[0], x[1], x[2], x[3]};
@@ -10974,7 +11010,8 @@ RFK_CALLED void rfk_decode_join_splits(float *join, rfk_decode_output out, uint3
                 x[0] += more.x, x[1] += more.y, x[2] += more.z, x[3] += more.w;
             }
         }
-        rfk_decode_out<WAVE>(out, g, c, x, inside && set == 0);
+        const float4 four = {x[0], x[1], x[2], x[3]};
+        rfk_decode_out<WAVE>(out, g, c, four, inside && set == 0);
     }
 }
 
@@ -11209,6 +11246,13 @@ struct rf_dev {
     int ranks_here;            /* all ranks are devices of this process: it says when they leave */
     uint32_t shared_bytes;     /* dynamic shared memory of a block of rfk_flash, at most */
 };
+
+/* A kernel for the device's waves. */
+#if defined(RFK_NVIDIA)
+#define RFK_WITH_WAVE(d, k32, k64) k32
+#else
+#define RFK_WITH_WAVE(d, k32, k64) ((d)->wave == 32 ? k32 : k64)
+#endif
 #define RFK_WRONG_BYTES 1u  /* of int8: weights are multiplied without tiles */
 #define RFK_WRONG_HALVES 2u /* of halves or bf16: so are such weights; no flash attention */
 #define RFK_WRONG_WGMMA 4u  /* of wgmma: prompts are multiplied as int8 */
@@ -12026,7 +12070,7 @@ static rf_result rfk_draw_tokens(rf_queue *q, const rf_mem *mem, const rf_draw_b
                        (rf_draw *)(void *)(base + b->draws),
                        (const rf_draw_change *)(const void *)(base + b->changes), b->n_rows, b->n_vocab, b->n_changes};
     pthread_mutex_lock(&q->submit);
-    r = rfk_check(q->dev, err, rfk_launch(q->dev->wave == 64 ? rfk_draw<64> : rfk_draw<32>, dim3(b->n_draws),
+    r = rfk_check(q->dev, err, rfk_launch(RFK_WITH_WAVE(q->dev, rfk_draw<32>, rfk_draw<64>), dim3(b->n_draws),
                                           dim3(RFK_DRAW_BLOCK), q->stream, a), "hipLaunchKernel", "draw", 0);
     return rfk_end_submit(q, r, ticket, err);
 }
@@ -12101,7 +12145,7 @@ static rf_result rfk_run_probe(rf_dev *d, rf_error *err) {
     if (r == RF_OK) r = rfk_launch_probe(q, &mem, err);
     if (r == RF_OK)
         r = rfk_check(d, err,
-                      rfk_launch(d->wave == 32 ? rfk_check_matrix<32> : rfk_check_matrix<64>, dim3(1), dim3(d->wave),
+                      rfk_launch(RFK_WITH_WAVE(d, rfk_check_matrix<32>, rfk_check_matrix<64>), dim3(1), dim3(d->wave),
                                  q->stream, &((rfk_probe_results *)mem.base)->matrix),
                       "hipLaunchKernel", "a check of the matrix units", 0);
     const bool wgmma = RFK_MAY_WGMMA(d->index, d->info.arch);
@@ -12135,13 +12179,6 @@ static rf_result rfk_run_probe(rf_dev *d, rf_error *err) {
     rfk_mem_release(d, &mem);
     return r;
 }
-
-/* A kernel for the device's waves. */
-#if defined(RFK_NVIDIA)
-#define RFK_WITH_WAVE(d, k32, k64) k32
-#else
-#define RFK_WITH_WAVE(d, k32, k64) ((d)->wave == 32 ? k32 : k64)
-#endif
 
 /* Flash attention of a head_dim and a cache type. */
 struct rfk_flash_kernel {
@@ -14407,9 +14444,8 @@ static rf_result rfk_run_attention(const rfk_launching *l) {
     dim3 grid(rfk_ceil_div(l->n_rows, a.rows_per_block), att->n_kv_heads * rfk_ceil_div(group, a.heads_per_block),
               rfk_ceil_div(longest, a.split_cells));
     bool wide = att->head_dim > RFK_MAX_HEAD || att->head_dim_v > RFK_MAX_HEAD;
-    rf_result r = rfk_enqueue(l, wide ? rfk_find_attention<RFK_LATENT_HEAD>(l) : rfk_find_attention<RFK_MAX_HEAD>(l),
-                              grid,
-                         RFK_BLOCK, a);
+    rf_result r = rfk_enqueue(l, wide ? rfk_find_attention<RFK_LATENT_HEAD>(l) : rfk_find_attention<RFK_SMALL_HEAD>(l),
+                              grid, RFK_BLOCK, a);
     if (r == RF_OK && split) r = rfk_enqueue(l, rfk_attention_join, dim3(l->n_rows, att->n_heads), RFK_BLOCK, a);
     return r;
 }
