@@ -7153,6 +7153,7 @@ template <int COLS, bool F16> RFK_DEVICE void rfk_wgmma(float *sum, rfk_wgmma_op
     hip_emu_wgmma_m64k16<COLS, F16>(sum, w, x, add);
 }
 /* A lane's results are of two rows, whose values four adjacent lanes have. */
+template <int COLS>
 RFK_DEVICE void rfk_wgmma_rows(float *sum, const uint32_t *fragment, rfk_wgmma_operand x, int add) {
     uint16_t values[2][16];
     for (uint32_t lane = 0; lane < 4; lane++)
@@ -7160,7 +7161,7 @@ RFK_DEVICE void rfk_wgmma_rows(float *sum, const uint32_t *fragment, rfk_wgmma_o
             const uint32_t pair = rfk_shuffle<32>(fragment[i], (threadIdx.x & 28) | lane);
             for (uint32_t b = 0; b < 2; b++) values[i % 2][i / 2 * 8 + lane * 2 + b] = (uint16_t)(pair >> (16 * b));
         }
-    hip_emu_wgmma_rows_m64k16<64>(sum, values, x, add);
+    hip_emu_wgmma_rows_m64k16<COLS>(sum, values, x, add);
 }
 RFK_DEVICE uint32_t rfk_same_in_wave(uint32_t v) { return v; }
 #else
@@ -7221,7 +7222,8 @@ RFK_DEVICE uint64_t rfk_wgmma_descriptor(rfk_wgmma_operand at) {
 }
 #define RFK_WGMMA_8(s) "+f"((s)[0]), "+f"((s)[1]), "+f"((s)[2]), "+f"((s)[3]), "+f"((s)[4]), "+f"((s)[5]), \
     "+f"((s)[6]), "+f"((s)[7])
-#define RFK_WGMMA_32(s) RFK_WGMMA_8(s), RFK_WGMMA_8(s + 8), RFK_WGMMA_8(s + 16), RFK_WGMMA_8(s + 24)
+#define RFK_WGMMA_16(s) RFK_WGMMA_8(s), RFK_WGMMA_8(s + 8)
+#define RFK_WGMMA_32(s) RFK_WGMMA_16(s), RFK_WGMMA_16(s + 16)
 #define RFK_WGMMA_64(s) RFK_WGMMA_32(s), RFK_WGMMA_32(s + 32)
 #define RFK_WGMMA_OF_64(type) \
     asm volatile("{.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n" \
@@ -7265,10 +7267,19 @@ RFK_DEVICE void rfk_wgmma(float *sum, rfk_wgmma_operand w, rfk_wgmma_operand x, 
     else if (COLS == 128) RFK_WGMMA_OF_128("bf16");
     else RFK_WGMMA_OF_64("bf16");
 }
-/* sum = (add ? sum : 0) + 64 rows times 64 columns of x over 16 positions, asynchronously. fragment: the lane's words
- * of the rows. A whole warpgroup. */
+/* sum = (add ? sum : 0) + 64 rows times COLS columns of x, 32 or 64, over 16 positions, asynchronously. fragment: the
+ * lane's words of the rows. A whole warpgroup. */
+template <int COLS>
 RFK_DEVICE void rfk_wgmma_rows(float *sum, const uint32_t *fragment, rfk_wgmma_operand x, int add) {
-    asm volatile("{.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+    if (COLS == 32)
+        asm volatile("{.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
+                     "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+                     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+                     "{%16, %17, %18, %19}, %20, p, 1, 1, 0;\n}"
+                     : RFK_WGMMA_16(sum)
+                     : "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3]),
+                       "l"(rfk_wgmma_descriptor(x)), "r"(add));
+    else asm volatile("{.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
                  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
                  "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
@@ -7955,7 +7966,7 @@ static void (*rfk_find_wide(uint32_t type))(rfk_wide_args) {
 #undef RFK_QUANTIZED_CASE
 }
 
-/* ---- up to 64 columns, on warpgroups ----
+/* ---- up to 32 or 64 columns, on warpgroups ----
  * wgmma can take rows from registers. Where columns are few, decoding W and handing it over in shared memory is what
  * takes the time: here four consumer warpgroups have 64 rows each, and decode weights right into the registers that the
  * instruction reads. A producer warpgroup copies columns. Types that share a kernel take too many registers to decode:
@@ -8138,6 +8149,7 @@ RFK_DEVICE void rfk_narrow_find_columns(const rfk_narrow_args &a, const rfk_narr
 }
 
 /* The producer: one bulk copy a stage by one thread; for pairs, 16 bytes at a time by all. */
+template <uint32_t COLS>
 RFK_DEVICE void rfk_narrow_copy(const rfk_narrow_args &a, rfk_narrow_shared &s, rfk_narrow_barriers &barriers) {
     const rfk_int8_rows &x = a.t.m.x8;
     rfk_narrow_turn now = {0, 0};
@@ -8150,7 +8162,7 @@ RFK_DEVICE void rfk_narrow_copy(const rfk_narrow_args &a, rfk_narrow_shared &s, 
         for (uint32_t i = 2 * work.first; i < 2 * work.end; i++) {
             rfk_mbarrier_wait(&barriers.stages.empty[now.stage], now.round ^ 1);
             rfk_mbarrier_copy(&barriers.stages.full[now.stage], s.x[now.stage],
-                              reinterpret_cast<const int4 *>(x.q) + (size_t)i * x.bf16 * 8, sizeof s.x[0]);
+                              reinterpret_cast<const int4 *>(x.q) + (size_t)i * x.bf16 * 8, COLS * sizeof s.x[0][0]);
             rfk_wgmma_next(now);
         }
     }
@@ -8182,7 +8194,8 @@ RFK_DEVICE void rfk_narrow_copy_pairs(const rfk_narrow_args &a, const rfk_narrow
 }
 
 /* Store a consumer's sums, on their way through shared memory: four rows of a column a thread. */
-RFK_DEVICE void rfk_narrow_put(const rfk_narrow_args &a, uint32_t number, const float (&sum)[RFK_NARROW_COLS / 2],
+template <uint32_t COLS>
+RFK_DEVICE void rfk_narrow_put(const rfk_narrow_args &a, uint32_t number, const float (&sum)[COLS / 2],
                                rfk_narrow_shared &s, rfk_mbarrier *put, uint32_t &n) {
     float(*out)[64] = s.out[threadIdx.x / RFK_WARPGROUP];
     const rfk_tiles_args &t = a.t;
@@ -8193,7 +8206,7 @@ RFK_DEVICE void rfk_narrow_put(const rfk_narrow_args &a, uint32_t number, const 
     const uint32_t i = (work.row0 + row) / 4;
     const size_t at = ((size_t)work.row_tile * t.n_splits + work.split) * RFK_NARROW_COLS * RFK_NARROW_ROWS + row;
     RFK_UNROLL(32)
-    for (uint32_t k = 0; k < RFK_NARROW_COLS / 2; k++)
+    for (uint32_t k = 0; k < COLS / 2; k++)
         out[rfk_wgmma_col(k)][rfk_wide_row(rfk_wgmma_col(k), rfk_wgmma_row(k))] = sum[k];
     rfk_wide_meet(put, n);
     RFK_UNROLL(1)
@@ -8203,7 +8216,7 @@ RFK_DEVICE void rfk_narrow_put(const rfk_narrow_args &a, uint32_t number, const 
         if (t.part) /* [row tile][split][column][row] */
             *reinterpret_cast<float4 *>(t.part + at + (size_t)c * RFK_NARROW_ROWS) = v;
         else if (work.row0 + row >= p.n_out) continue;
-        else if (a.lists.tile)
+        else if (COLS == RFK_NARROW_COLS && a.lists.tile)
             rfk_put_pair4(a.e, a.lists.sorted[work.col0 + c], a.lists.tile[blockIdx.x].expert, i, results);
         else rfk_put4(p, i, c, results);
     }
@@ -8211,8 +8224,8 @@ RFK_DEVICE void rfk_narrow_put(const rfk_narrow_args &a, uint32_t number, const 
 }
 
 /* A consumer's products of a tile. The weights of its first step were fetched. */
-template <int TYPE>
-RFK_DEVICE void rfk_narrow_multiply(float (&sum)[1][RFK_NARROW_COLS / 2], rfk_narrow_weights<TYPE> &weights,
+template <int TYPE, uint32_t COLS>
+RFK_DEVICE void rfk_narrow_multiply(float (&sum)[1][COLS / 2], rfk_narrow_weights<TYPE> &weights,
                                     const rfk_narrow_tile &work, uint32_t n_in, const rfk_narrow_shared &s,
                                     rfk_narrow_barriers &barriers, rfk_narrow_turn &now) {
     const bool arrives = threadIdx.x % 32 == 0;
@@ -8231,14 +8244,14 @@ RFK_DEVICE void rfk_narrow_multiply(float (&sum)[1][RFK_NARROW_COLS / 2], rfk_na
             rfk_wgmma_fence();
             RFK_UNROLL(4)
             for (uint32_t k = 0; k < 4; k++)
-                rfk_wgmma_rows(sum[0], fragment[k], x + now.stage * RFK_NARROW_COLS * 8 + 2 * k,
+                rfk_wgmma_rows<COLS>(sum[0], fragment[k], x + now.stage * RFK_NARROW_COLS * 8 + 2 * k,
                                step > work.first || half > 0 || k > 0);
             rfk_wgmma_commit();
             before = now.stage;
             rfk_wgmma_next(now);
         }
     }
-    rfk_wgmma_drain<RFK_NARROW_COLS>(sum);
+    rfk_wgmma_drain<COLS>(sum);
     if (arrives) rfk_mbarrier_arrive(&barriers.stages.empty[before]);
 }
 
@@ -8258,9 +8271,9 @@ RFK_DEVICE uint32_t rfk_narrow_again(uint32_t tile) {
     return tile;
 }
 /* A consumer: one tile after another. */
-template <int TYPE>
+template <int TYPE, uint32_t COLS>
 RFK_DEVICE void rfk_narrow_consume(const rfk_narrow_args &a, rfk_narrow_shared &s, rfk_narrow_barriers &barriers) {
-    float sum[1][RFK_NARROW_COLS / 2];
+    float sum[1][COLS / 2];
     rfk_narrow_weights<TYPE> weights;
     rfk_narrow_turn now = {0, 0};
     rfk_narrow_tile work;
@@ -8269,11 +8282,11 @@ RFK_DEVICE void rfk_narrow_consume(const rfk_narrow_args &a, rfk_narrow_shared &
     RFK_UNROLL(1)
     for (;;) {
         const uint32_t done = tile;
-        rfk_narrow_multiply<TYPE>(sum, weights, work, a.t.m.n_in, s, barriers, now);
+        rfk_narrow_multiply<TYPE, COLS>(sum, weights, work, a.t.m.n_in, s, barriers, now);
         tile += gridDim.x;
-        const bool more = !a.lists.tile && tile < a.n_tiles;
+        const bool more = (COLS < RFK_NARROW_COLS || !a.lists.tile) && tile < a.n_tiles;
         if (more) rfk_narrow_start<TYPE>(a, tile, weights, work);
-        rfk_narrow_put(a, rfk_narrow_again(done), sum[0], s, &barriers.put[threadIdx.x / RFK_WARPGROUP], n);
+        rfk_narrow_put<COLS>(a, rfk_narrow_again(done), sum[0], s, &barriers.put[threadIdx.x / RFK_WARPGROUP], n);
         if (!more) return;
     }
 }
@@ -8281,13 +8294,14 @@ RFK_DEVICE void rfk_narrow_consume(const rfk_narrow_args &a, rfk_narrow_shared &
 
 /* grid [multiprocessors, or tiles if they are fewer] or [tiles of pairs, row tiles]   block 640   LDS 129 KiB
  *   n_in % 64 == 0   reads W once and x once per 256 rows */
-template <int TYPE> static __global__ void RFK_RESIDENT(RFK_NARROW_BLOCK, 1) rfk_matmul_narrow(rfk_narrow_args a) {
+template <int TYPE, uint32_t COLS>
+static __global__ void RFK_RESIDENT(RFK_NARROW_BLOCK, 1) rfk_matmul_narrow(rfk_narrow_args a) {
 #if defined(RFK_HAS_WGMMA)
     RFK_SHARED(rfk_narrow_barriers, barriers);
     RFK_SHARED(rfk_narrow_columns, columns);
     RFK_DYNAMIC(int4, memory);
     rfk_narrow_shared &s = rfk_wgmma_memory<rfk_narrow_shared>(memory);
-    const bool pairs = a.lists.tile != NULL;
+    const bool pairs = COLS == RFK_NARROW_COLS && a.lists.tile != NULL;
     rfk_narrow_tile work;
     const rfk_product p = rfk_narrow_find(a, blockIdx.x, work);
     if (work.n == 0) return;
@@ -8302,18 +8316,21 @@ template <int TYPE> static __global__ void RFK_RESIDENT(RFK_NARROW_BLOCK, 1) rfk
     if (rfk_same_in_wave(threadIdx.x / RFK_WARPGROUP) == RFK_NARROW_CONSUMERS) {
         rfk_shrink_registers<32>();
         if (pairs) rfk_narrow_copy_pairs(a, work, columns, s, barriers);
-        else rfk_narrow_copy(a, s, barriers);
+        else rfk_narrow_copy<COLS>(a, s, barriers);
         return;
     }
     rfk_grow_registers<112>();
-    rfk_narrow_consume<TYPE>(a, s, barriers);
+    rfk_narrow_consume<TYPE, COLS>(a, s, barriers);
 #else
     (void)a;
 #endif
 }
 
-static void (*rfk_find_narrow(uint32_t type))(rfk_narrow_args) {
-#define RFK_NARROW_CASE(TYPE) case TYPE: return rfk_matmul_narrow<RFK_BUILT(TYPE)>;
+static void (*rfk_find_narrow(uint32_t type, uint32_t n_cols))(rfk_narrow_args) {
+#define RFK_NARROW_CASE(TYPE) \
+    case TYPE: \
+        return n_cols <= RFK_NARROW_COLS / 2 ? rfk_matmul_narrow<RFK_BUILT(TYPE), RFK_NARROW_COLS / 2> \
+                                             : rfk_matmul_narrow<RFK_BUILT(TYPE), RFK_NARROW_COLS>;
     switch (type) {
         RFK_NARROW_TYPES(RFK_NARROW_CASE)
     default: return NULL;
@@ -8362,7 +8379,7 @@ RFK_DEVICE void rfk_wgmma_try_rows(int4 (*columns)[8], float *results) {
     }
     rfk_wgmma_fence();
     RFK_UNROLL(4)
-    for (uint32_t k = 0; k < 4; k++) rfk_wgmma_rows(sum[0], fragment[k], rfk_wgmma_at(columns[0]) + 2 * k, k > 0);
+    for (uint32_t k = 0; k < 4; k++) rfk_wgmma_rows<64>(sum[0], fragment[k], rfk_wgmma_at(columns[0]) + 2 * k, k > 0);
     rfk_wgmma_commit();
     rfk_wgmma_drain<64>(sum);
     RFK_UNROLL(32)
@@ -12206,8 +12223,9 @@ static int rfk_allow_wgmma_memory(void) {
             int bytes;
         } list[] = {{(const void *)rfk_find_wgmma(type), (int)RFK_WGMMA_BYTES},
                     {(const void *)rfk_find_wide(type), (int)RFK_WIDE_BYTES},
-                    {(const void *)rfk_find_narrow(type), (int)RFK_NARROW_BYTES}};
-        for (int i = 0; i < 3; i++)
+                    {(const void *)rfk_find_narrow(type, 1), (int)RFK_NARROW_BYTES},
+                    {(const void *)rfk_find_narrow(type, RFK_NARROW_COLS), (int)RFK_NARROW_BYTES}};
+        for (int i = 0; i < 4; i++)
             if (list[i].kernel && cudaFuncSetAttribute(list[i].kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                        list[i].bytes) != cudaSuccess)
                 return 0;
@@ -12805,24 +12823,35 @@ static uint32_t rfk_many_pairs(const rf_op *op, uint64_t rows) {
     return pairs >= 3 * (uint64_t)rfk_n_matrices(op) && pairs >> 31 == 0 ? (uint32_t)pairs : 0;
 }
 
-/* Whether a kernel on wgmma does the op in a step of so many rows. Not for experts of floats. */
-static bool rfk_takes_wgmma(const rf_dev *d, const rf_plan *plan, const rf_op *op, uint64_t rows) {
-    if (op->kind != RF_OP_MATMUL && !rfk_has_pairs(op)) return false;
-    if (!d->wgmma || rfk_n_in(op) % RFK_WGMMA_DEPTH || rows <= RFK_FEW_STEP) return false;
-    if (rfk_is_float_type(plan->weights[op->weight].type))
-        return op->kind == RF_OP_MATMUL && rfk_term_values(d, plan, op) > 0;
-    return op->kind == RF_OP_MATMUL || rfk_many_pairs(op, rows) > 0;
-}
-
-/* Whether rfk_matmul_narrow does the op, of those that rfk_takes_wgmma says: a matmul of few rows, and experts whatever
+/* Whether rfk_matmul_narrow has the op, of those that rfk_takes_wgmma says: a matmul of few rows, and experts whatever
  * their pairs are, so that a pair's results have the same bits in any company. */
 static bool rfk_has_narrow(const rf_plan *plan, const rf_op *op) {
     return op->kind != RF_OP_HEADS && rfk_kernel_type(plan->weights[op->weight].type) < RF_TYPE_COUNT &&
            !rfk_is_float_type(plan->weights[op->weight].type);
 }
+
+/* Whether a kernel on wgmma does the op in a step of so many rows. Not for experts of floats. */
+static bool rfk_takes_wgmma(const rf_dev *d, const rf_plan *plan, const rf_op *op, uint64_t rows) {
+    if (op->kind != RF_OP_MATMUL && !rfk_has_pairs(op)) return false;
+    const bool is_narrow = op->kind == RF_OP_MATMUL && rfk_has_narrow(plan, op);
+    if (!d->wgmma || rfk_n_in(op) % RFK_WGMMA_DEPTH || rows <= (is_narrow ? RFK_FEW_MAX : RFK_FEW_STEP)) return false;
+    if (rfk_is_float_type(plan->weights[op->weight].type))
+        return op->kind == RF_OP_MATMUL && rfk_term_values(d, plan, op) > 0;
+    return op->kind == RF_OP_MATMUL || rfk_many_pairs(op, rows) > 0;
+}
 static bool rfk_takes_narrow(const rf_dev *d, const rf_plan *plan, const rf_op *op, uint64_t rows) {
     return rfk_takes_wgmma(d, plan, op, rows) && rfk_has_narrow(plan, op) &&
            (op->kind != RF_OP_MATMUL || rows <= RFK_NARROW_COLS);
+}
+
+/* Most rows of a step that runs by the launches of a decode step. Where rfk_matmul_narrow makes all products, it is
+ * faster than two passes of those. */
+static uint32_t rfk_most_few(const rf_dev *d, const rf_plan *plan) {
+    for (uint32_t i = 0; i < plan->n_ops; i++)
+        if (rfk_has_pairs(&plan->ops[i]) || (plan->ops[i].kind == RF_OP_MATMUL &&
+                                             !rfk_takes_narrow(d, plan, &plan->ops[i], RFK_FEW_STEP)))
+            return RFK_FEW_STEP;
+    return RFK_FEW_MAX;
 }
 
 /* The pairs of an op for tiles; 0: too few, or another op. */
@@ -13702,7 +13731,8 @@ static rf_result rfk_plan_create(rf_dev *d, const rf_plan_bind *bind, rf_prepare
     p->n_slots = bind->n_slots;
     p->members = bind->members;
     const int has_few = !(d->wrong_units & RFK_WRONG_BYTES) && (d->has_units || d->wave == 32);
-    p->n_few = !has_few ? 1 : p->n_batch < RFK_FEW_STEP ? p->n_batch : RFK_FEW_STEP;
+    const uint32_t most_few = rfk_most_few(d, plan);
+    p->n_few = !has_few ? 1 : p->n_batch < most_few ? p->n_batch : most_few;
     p->n_attend = p->n_batch < RFK_DECODE_ROWS ? p->n_batch : RFK_DECODE_ROWS;
     p->ops = (rfk_bound *)rfk_alloc(&d->allocator, plan->n_ops, sizeof *p->ops, "a prepared plan", err);
     p->segments =
@@ -14174,7 +14204,8 @@ static rf_result rfk_launch_wide(const rfk_launching *l, const rfk_wgmma_args *n
 
 static rf_result rfk_launch_narrow(const rfk_launching *l, const rfk_narrow_args *a, dim3 grid) {
     const rfk_config c = {grid, dim3(RFK_NARROW_BLOCK), RFK_NARROW_BYTES, 0, l->q->stream};
-    return rfk_enqueue_config(l, rfk_find_narrow(l->p->plan->weights[l->op->weight].type), c, *a);
+    const uint32_t n_cols = a->lists.tile ? RFK_NARROW_COLS : a->t.m.n_cols;
+    return rfk_enqueue_config(l, rfk_find_narrow(l->p->plan->weights[l->op->weight].type, n_cols), c, *a);
 }
 /* Tiles of 256 rows, of up to 64 columns. */
 static rf_result rfk_run_narrow(rfk_launching *l, const rfk_matmul_args *products) {

@@ -1,5 +1,5 @@
 #!/bin/sh
-# gpu_run.sh [BUILD] [ARGUMENTS OF test_hip]: the tests that need a real GPU, in five to six minutes.
+# gpu_run.sh [BUILD] [ARGUMENTS OF test_hip]: the tests that need a real GPU, in about 11 minutes with the sanitizers.
 # - The emulated suites with kernels compiled by nvcc or hipcc: every op; whole models, 1,000 runs with the same bits, two sessions
 #   in two threads; sessions with recurrent states; small models of many families against stored logits.
 # - The shipped model: each op against the CPU, the CPU's greedy text.

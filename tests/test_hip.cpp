@@ -556,6 +556,12 @@ static double to_scaled_half(float x, float largest) {
     return ldexp(half_value(rd16(bytes)), -up);
 }
 
+/* Whether products of few rows with such weights read bfloats from 17 rows on, not from 33 on. */
+static bool is_narrow(uint32_t type) {
+    return type == RF_TYPE_Q8_0 || (type >= RF_TYPE_Q4_0 && type <= RF_TYPE_Q5_1) || type == RF_TYPE_Q2_K ||
+           (type >= RF_TYPE_Q4_K && type <= RF_TYPE_Q6_K);
+}
+
 /* What a matmul sees of its input, [T, n], and how near its results must be to exact sums of that: bfloats of quantized
  * weights are up to 2^-8 off, each by itself: a sum's error is at most that part of it, as both add up as squares.
  * Weights of 16-bit floats are exact; the unit may truncate when it adds. pairs: they are experts'. */
@@ -565,7 +571,8 @@ struct Seen {
     Seen(uint32_t device, uint32_t type, const float *from, uint32_t n, uint32_t T, uint32_t stride, bool pairs = false)
         : tolerance(FLOAT_TOLERANCE), nmse(NMSE_TOLERANCE) {
         const bool halves = type == RF_TYPE_F16, floats = halves || type == RF_TYPE_BF16,
-                   rounded = (floats ? !pairs : !is_float(type)) && n % 64 == 0 && T > 32 && has_bfloats(device);
+                   rounded = (floats ? !pairs : !is_float(type)) && n % 64 == 0 &&
+                             T > (is_narrow(type) && !pairs ? 16 : 32) && has_bfloats(device);
         if (rounded) tolerance = floats ? 1e-4 : ldexp(1, -7), nmse = floats ? 1e-9 : ldexp(1, -16);
         for (uint32_t t = 0; t < T; t++) {
             const float *row = from + (size_t)t * stride;
@@ -2601,8 +2608,11 @@ static void bfloats_cases(uint32_t device) {
     /* weights decoded in registers: several tiles a block, rows that end in the middle of a step, splits, columns of pairs
      * that have several vectors, more than a tile of pairs */
     const MatmulCase narrow[] = {{RF_TYPE_Q8_0, 320, 2600, 64, 1, device}, {RF_TYPE_Q5_1, 192, 300, 33, 2, device},
-                                 {RF_TYPE_Q4_K, 2048, 300, 60, 3, device}, {RF_TYPE_Q6_K, 768, 1100, 50, 0, device}};
-    for (int i = 0; i < 4; i++) matmul_case(narrow[i]);
+                                 {RF_TYPE_Q4_K, 2048, 300, 60, 3, device}, {RF_TYPE_Q6_K, 768, 1100, 50, 0, device},
+                                 /* of 32 columns */
+                                 {RF_TYPE_Q8_0, 320, 2600, 32, 1, device}, {RF_TYPE_Q5_1, 192, 300, 17, 2, device},
+                                 {RF_TYPE_Q4_K, 2048, 300, 25, 3, device}, {RF_TYPE_Q6_K, 768, 1100, 31, 0, device}};
+    for (int i = 0; i < 8; i++) matmul_case(narrow[i]);
     const uint32_t pairs[] = {40, 70, 200};
     for (int i = 0; i < 3; i++) {
         ExpertsCase some = {RF_TYPE_Q8_0, 192, 260, pairs[i], 2, 4, device, true, true, true, false, true, i != 1};
