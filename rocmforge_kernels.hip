@@ -8368,8 +8368,9 @@ template <int COLS, bool F16> RFK_DEVICE void rfk_wgmma_try(int4 (*rows)[8], flo
     for (uint32_t j = 0; j < COLS / 2; j++) results[j] = sum[0][j];
 }
 /* The same of the instruction that reads rows from registers. */
+template <int COLS>
 RFK_DEVICE void rfk_wgmma_try_rows(int4 (*columns)[8], float *results) {
-    float sum[1][32];
+    float sum[1][COLS / 2];
     uint32_t fragment[4][4];
     RFK_UNROLL(16)
     for (uint32_t i = 0; i < 16; i++) {
@@ -8379,11 +8380,11 @@ RFK_DEVICE void rfk_wgmma_try_rows(int4 (*columns)[8], float *results) {
     }
     rfk_wgmma_fence();
     RFK_UNROLL(4)
-    for (uint32_t k = 0; k < 4; k++) rfk_wgmma_rows<64>(sum[0], fragment[k], rfk_wgmma_at(columns[0]) + 2 * k, k > 0);
+    for (uint32_t k = 0; k < 4; k++) rfk_wgmma_rows<COLS>(sum[0], fragment[k], rfk_wgmma_at(columns[0]) + 2 * k, k > 0);
     rfk_wgmma_commit();
-    rfk_wgmma_drain<64>(sum);
+    rfk_wgmma_drain<COLS>(sum);
     RFK_UNROLL(32)
-    for (uint32_t j = 0; j < 32; j++) results[j] = sum[0][j];
+    for (uint32_t j = 0; j < COLS / 2; j++) results[j] = sum[0][j];
 }
 #endif
 
@@ -8396,18 +8397,19 @@ static __global__ void RFK_THREADS(RFK_WARPGROUP) rfk_check_wgmma(uint32_t *out)
     float results[RFK_WIDE_COLS / 2]; /* in private memory */
     bool right = true;
     RFK_UNROLL(1)
-    for (uint32_t test = 0; test < 6; test++) { /* a loop: one copy of what is around the instructions */
+    for (uint32_t test = 0; test < 7; test++) { /* a loop: one copy of what is around the instructions */
         const bool few = test == 0 || test == 5, wide = test == 2 || test == 4;
-        const uint32_t n_cols = few ? RFK_PAIR_TILE : wide ? RFK_WIDE_COLS : RFK_WGMMA_COLS;
+        const uint32_t n_cols = test == 6 ? 32 : few ? RFK_PAIR_TILE : wide ? RFK_WIDE_COLS : RFK_WGMMA_COLS;
         __syncthreads();
-        rfk_wgmma_fill_check(s, test == 5 ? 0 : 64, n_cols, test == 3 || test == 4);
+        rfk_wgmma_fill_check(s, test >= 5 ? 0 : 64, n_cols, test == 3 || test == 4);
         __syncthreads();
         if (test == 0) rfk_wgmma_try<RFK_PAIR_TILE, false>(s, results);
         if (test == 1) rfk_wgmma_try<RFK_WGMMA_COLS, false>(s, results);
         if (test == 2) rfk_wgmma_try<RFK_WIDE_COLS, false>(s, results);
         if (test == 3) rfk_wgmma_try<RFK_WGMMA_COLS, true>(s, results);
         if (test == 4) rfk_wgmma_try<RFK_WIDE_COLS, true>(s, results);
-        if (test == 5) rfk_wgmma_try_rows(s, results);
+        if (test == 5) rfk_wgmma_try_rows<RFK_NARROW_COLS>(s, results);
+        if (test == 6) rfk_wgmma_try_rows<RFK_NARROW_COLS / 2>(s, results);
         RFK_UNROLL(1)
         for (uint32_t j = 0; j < n_cols / 2; j++)
             right = right && results[j] == rfk_wgmma_want(rfk_wgmma_row(j), 128 + rfk_wgmma_col(j));
