@@ -7873,7 +7873,8 @@ RFK_DEVICE void rfk_wide_put_columns(const rfk_wide_args &a, const rfk_product &
         }
     }
 }
-template <uint32_t PART> RFK_DEVICE void rfk_wide_leave(float (*out)[64], const float (&sum)[RFK_WIDE_COLS / 2]) {
+/* Part PART of a thread's sums, to shared memory. */
+template <uint32_t PART> RFK_DEVICE void rfk_wide_share(float (*out)[64], const float (&sum)[RFK_WIDE_COLS / 2]) {
     const uint32_t RESULTS = RFK_WIDE_PUT / 2;
     RFK_UNROLL(32)
     for (uint32_t i = 0; i < RESULTS; i++)
@@ -7885,10 +7886,10 @@ RFK_DEVICE void rfk_wide_put(const rfk_wide_args &a, const rfk_product &p, const
     float(*out)[64] = s.out[threadIdx.x / RFK_WARPGROUP];
     RFK_UNROLL(1)
     for (uint32_t part = 0; part < RFK_WIDE_COLS / RFK_WIDE_PUT; part++) {
-        if (part == 0) rfk_wide_leave<0>(out, sum); /* the sums must stay in registers */
-        else if (part == 1) rfk_wide_leave<1>(out, sum);
-        else if (part == 2) rfk_wide_leave<2>(out, sum);
-        else rfk_wide_leave<3>(out, sum);
+        if (part == 0) rfk_wide_share<0>(out, sum); /* the sums must stay in registers */
+        else if (part == 1) rfk_wide_share<1>(out, sum);
+        else if (part == 2) rfk_wide_share<2>(out, sum);
+        else rfk_wide_share<3>(out, sum);
         rfk_wide_meet(put, n);
         rfk_wide_put_columns(a, p, work, RFK_WIDE_PUT * part, out);
         rfk_wide_meet(put, n);
@@ -8397,7 +8398,7 @@ static __global__ void RFK_THREADS(RFK_WARPGROUP) rfk_check_wgmma(uint32_t *out)
     RFK_UNROLL(1)
     for (uint32_t test = 0; test < 7; test++) { /* a loop: one copy of what is around the instructions */
         const bool few = test == 0 || test == 5, wide = test == 2 || test == 4;
-        const uint32_t n_cols = test == 6 ? 32 : few ? RFK_PAIR_TILE : wide ? RFK_WIDE_COLS : RFK_WGMMA_COLS;
+        const uint32_t n_cols = test == 6 ? RFK_NARROW_COLS / 2 : few ? RFK_PAIR_TILE : wide ? RFK_WIDE_COLS : RFK_WGMMA_COLS;
         __syncthreads();
         rfk_wgmma_fill_check(s, test >= 5 ? 0 : 64, n_cols, test == 3 || test == 4);
         __syncthreads();
@@ -11283,7 +11284,7 @@ struct rf_queue {
     hipStream_t stream;
     pthread_mutex_t submit;      /* held while work is added */
     pthread_mutex_t lock;        /* guards the tickets */
-    uint32_t last_wait_us;       /* the last wait of over 2 ms for a ticket */
+    uint32_t last_wait_us;       /* what the last wait of over 2 ms for a ticket took */
     hipEvent_t event[RFK_EVENTS];/* ticket v has [v % RFK_EVENTS], until a later one takes it */
     uint64_t issued, done;
     char *staging;                /* pinned, two halves */
@@ -11897,10 +11898,10 @@ static void rfk_rank_finish(rf_dev *d) { (void)d; }
 
 /* ---- waiting and copies ---- */
 
-/* Whether to sleep between two polls. A sleep takes 0.1 ms, which would make a decode step longer: none in the first
- * 2 ms, nor around the time that the queue's last long wait took. */
+/* Whether to sleep between two polls, of a wait of so many seconds. A sleep takes 0.1 ms, which would make a decode step
+ * longer: none in the first 2 ms, nor around the time that the queue's last long wait took, if that was below 20 ms. */
 static bool rfk_may_sleep(double waited, double last) {
-    return waited > 2e-3 && (waited < 0.95 * last - 3e-4 || waited > last + 2e-3);
+    return waited > 2e-3 && (last > 20e-3 || waited < 0.95 * last - 3e-4 || waited > last + 2e-3);
 }
 
 static rf_result rfk_ticket_wait(const rf_ticket *ticket, uint32_t timeout_ms, rf_error *err) {
@@ -12823,11 +12824,13 @@ static uint32_t rfk_many_pairs(const rf_op *op, uint64_t rows) {
     return pairs >= 3 * (uint64_t)rfk_n_matrices(op) && pairs >> 31 == 0 ? (uint32_t)pairs : 0;
 }
 
+static bool rfk_is_narrow_type(uint32_t type) {
+    return rfk_kernel_type(type) < RF_TYPE_COUNT && !rfk_is_float_type(type);
+}
 /* Whether rfk_matmul_narrow has the op, of those that rfk_takes_wgmma says: a matmul of few rows, and experts whatever
  * their pairs are, so that a pair's results have the same bits in any company. */
 static bool rfk_has_narrow(const rf_plan *plan, const rf_op *op) {
-    return op->kind != RF_OP_HEADS && rfk_kernel_type(plan->weights[op->weight].type) < RF_TYPE_COUNT &&
-           !rfk_is_float_type(plan->weights[op->weight].type);
+    return op->kind != RF_OP_HEADS && rfk_is_narrow_type(plan->weights[op->weight].type);
 }
 
 /* Whether a kernel on wgmma does the op in a step of so many rows. Not for experts of floats. */
@@ -12844,14 +12847,18 @@ static bool rfk_takes_narrow(const rf_dev *d, const rf_plan *plan, const rf_op *
            (op->kind != RF_OP_MATMUL || rows <= RFK_NARROW_COLS);
 }
 
-/* Most rows of a step that runs by the launches of a decode step. Where rfk_matmul_narrow makes all products, it is
- * faster than two passes of those. */
+/* Most rows of a step that runs by the launches of a decode step. Where rfk_matmul_narrow makes all quantized products,
+ * it is faster than two passes of those. Weights are asked, not ops: rfk_is_wide says why. */
 static uint32_t rfk_most_few(const rf_dev *d, const rf_plan *plan) {
-    for (uint32_t i = 0; i < plan->n_ops; i++)
-        if (rfk_has_pairs(&plan->ops[i]) || (plan->ops[i].kind == RF_OP_MATMUL &&
-                                             !rfk_takes_narrow(d, plan, &plan->ops[i], RFK_FEW_STEP)))
-            return RFK_FEW_STEP;
-    return RFK_FEW_MAX;
+    bool narrow = false;
+    for (uint32_t i = 0; i < plan->n_weights; i++) {
+        const rf_plan_weight *w = &plan->weights[i];
+        if (w->n_experts) return RFK_FEW_STEP;
+        if (w->row_reads || rfk_is_float_type(w->type)) continue;
+        if (!rfk_is_narrow_type(w->type) || w->n_in % RFK_WGMMA_DEPTH) return RFK_FEW_STEP;
+        narrow = true;
+    }
+    return d->wgmma && narrow ? RFK_FEW_MAX : RFK_FEW_STEP;
 }
 
 /* The pairs of an op for tiles; 0: too few, or another op. */

@@ -121,6 +121,34 @@ static void test_same_bits(void) {
     for (int f = 0; f < 3; f++) mg_free(&files[f]);
 }
 
+#ifdef RF_TEST_EMU
+/* A prompt of 20 rows, which wgmma or the launches of a decode step may take. The output matrix decides which, also on
+ * the member that does not have it. */
+static void test_same_bits_of_20_rows(void) {
+    static const char *const devices[] = {"hip:0", "hip:0,2"};
+    static float logits[2][MAX_LOGITS];
+    const rf_session_desc desc = {.n_ctx = 32, .n_seq_max = 1, .n_batch = 24};
+    int32_t tokens[20];
+    mg_buf file = {0};
+    mg_llama(&file, &(mg_options){.type = MG_Q4_K, .n_layers = 4, .seed = 7, .tied = 1, .use_embd = 1, .embd_type = MG_Q3_K});
+    for (int k = 0; k < 2; k++) hip_emu_matrix_unit(2 * k, HIP_EMU_SM90);
+    for (int k = 0; k < 2; k++) {
+        rig r;
+        float *row = NULL;
+        rf_result res = rig_try(&r, &(rig_how){.file = &file, .device = devices[k], .session = &desc});
+        if (res == RF_OK) mg_tokens(tokens, 20, r.n_vocab, 3);
+        if (res == RF_OK) res = rf_session_forward(r.s, tokens, 20, NULL, &r.err);
+        if (res == RF_OK) res = rf_session_get_logits(r.s, 0, &row, &r.err);
+        if (res == RF_OK) memcpy(logits[k], row, r.n_vocab * sizeof *row);
+        CHECK(res == RF_OK, "%s: %s", devices[k], r.err.text);
+        rig_close(&r);
+    }
+    CHECK(memcmp(logits[0], logits[1], sizeof logits[0]) == 0, "%s: other bits than on one GPU", devices[1]);
+    for (int k = 0; k < 2; k++) hip_emu_matrix_unit(2 * k, HIP_EMU_WMMA11);
+    mg_free(&file);
+}
+#endif
+
 /* The largest difference, by the largest logit. */
 static double close_to(const speech *want, const speech *got) {
     double worst = 0, most = 0;
@@ -715,6 +743,7 @@ int main(int argc, char **argv) {
     RUN(test_tensors_threads);
     RUN(test_peers);
     RUN(test_uneven);
+    RUN(test_same_bits_of_20_rows);
     RUN(test_failing_calls);
     RUN_SLOW(test_failing_more);
 #endif
