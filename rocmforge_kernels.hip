@@ -8398,7 +8398,9 @@ static __global__ void RFK_THREADS(RFK_WARPGROUP) rfk_check_wgmma(uint32_t *out)
     RFK_UNROLL(1)
     for (uint32_t test = 0; test < 7; test++) { /* a loop: one copy of what is around the instructions */
         const bool few = test == 0 || test == 5, wide = test == 2 || test == 4;
-        const uint32_t n_cols = test == 6 ? RFK_NARROW_COLS / 2 : few ? RFK_PAIR_TILE : wide ? RFK_WIDE_COLS : RFK_WGMMA_COLS;
+        const uint32_t n_cols = test == 6 ? RFK_NARROW_COLS / 2 : few ? RFK_PAIR_TILE
+                                : wide    ? RFK_WIDE_COLS
+                                          : RFK_WGMMA_COLS;
         __syncthreads();
         rfk_wgmma_fill_check(s, test >= 5 ? 0 : 64, n_cols, test == 3 || test == 4);
         __syncthreads();
@@ -11898,8 +11900,8 @@ static void rfk_rank_finish(rf_dev *d) { (void)d; }
 
 /* ---- waiting and copies ---- */
 
-/* Whether to sleep between two polls, of a wait of so many seconds. A sleep takes 0.1 ms, which would make a decode step
- * longer: none in the first 2 ms, nor around the time that the queue's last long wait took, if that was below 20 ms. */
+/* Whether to sleep between two polls, of a wait of so many seconds. A sleep takes 0.1 ms, which would make a decode
+ * step longer: none in the first 2 ms, nor around the time that the queue's last long wait took, if below 20 ms. */
 static bool rfk_may_sleep(double waited, double last) {
     return waited > 2e-3 && (last > 20e-3 || waited < 0.95 * last - 3e-4 || waited > last + 2e-3);
 }
