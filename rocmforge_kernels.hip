@@ -1481,6 +1481,26 @@ RFK_DEVICE uint32_t rfk_to_bf16x2(float low, float high) {
  * wgmma: the same word of 8 rows lies in different banks. */
 RFK_DEVICE uint32_t rfk_swizzled(uint32_t row, uint32_t word) { return word ^ row % 8; }
 
+/* x / 127, rounded once, of any x that is not infinite or NaN: the product with 1/127 is one unit off at most, and its
+ * remainder is exact (Markstein). Three instructions instead of a division. */
+RFK_DEVICE float rfk_divide_by_127(float x) {
+#if defined(ROCMFORGE_HIP_EMU) /* its rfk_fma rounds twice */
+    return x / 127.0f;
+#else
+    const float one = 1.0f / 127.0f, y = rfk_mul(x, one);
+    return fmaf(fmaf(-y, 127.0f, x), one, y);
+#endif
+}
+
+/* The lowest bytes of four words. */
+RFK_DEVICE int rfk_join_bytes(const uint32_t *w) {
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
+    return (int)__byte_perm(__byte_perm(w[0], w[1], 0x0040), __byte_perm(w[2], w[3], 0x0040), 0x5410);
+#else
+    return (int)((w[0] & 255) | (w[1] & 255) << 8 | (w[2] & 255) << 16 | w[3] << 24);
+#endif
+}
+
 /* Quantize a group of 32, four values a lane in eight adjacent lanes.   Returns the lane's four int8; the group's d,
  * and the sum of q over the lane's half of the group. All lanes of the wave must take part. */
 template <int WAVE> RFK_DEVICE int rfk_quantize_lane(const float *x, float *d_out, int *sum_out) {
@@ -1493,17 +1513,14 @@ template <int WAVE> RFK_DEVICE int rfk_quantize_lane(const float *x, float *d_ou
         uint32_t bits = rfk_shuffle_xor<WAVE>(top, mask);
         top = bits > top ? bits : top;
     }
-    float d = rfk_as_float(top) / 127.0f, inverse = 0;
+    float d = rfk_divide_by_127(rfk_as_float(top)), inverse = 0;
     if (d >= 1.17549435e-38f) inverse = 1.0f / d;
     else d = 0;
-    bool finite = top < 0x7f800000u;
-    if (!finite) d = rfk_as_float(0x7fc00000u);
-    int packed = 0, sum = 0;
-    for (int k = 0; k < 4; k++) {
-        int q = finite ? (int)rintf(x[k] * inverse) : 0;
-        packed |= (q & 255) << (8 * k);
-        sum += q;
-    }
+    uint32_t q[4]; /* 1.5 * 2^23 + x rounds x to the nearest integer, even among two, and ends in its bits */
+    for (int k = 0; k < 4; k++) q[k] = rfk_as_bits(rfk_mul(x[k], inverse) + 12582912.0f);
+    int packed = rfk_join_bytes(q);
+    if (top >= 0x7f800000u) packed = 0, d = rfk_as_float(0x7fc00000u);
+    int sum = rfk_dot4(packed, 0x01010101, 0);
     for (int mask = 1; mask < 4; mask *= 2) sum += rfk_shuffle_xor<WAVE>(sum, mask);
     *d_out = d;
     *sum_out = sum;
@@ -2404,39 +2421,41 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_route(rfk_route
 }
 
 /* The same for a row without groups, by one wave of a block: ids and weights to shared memory. Scores are compared as
- * integers: of two floats the larger one has the larger key, NaN has 1, what is taken or not there 0. */
+ * integers: of two floats the larger one has the larger key, NaN has 1, what is taken or not there 0. A lane has N
+ * experts. Called: one copy for all kernels. */
 #define RFK_CHOOSE_FROM 256u /* experts, at most */
-template <int WAVE>
-RFK_DEVICE void rfk_choose(const rfk_route_args &a, uint32_t row, uint32_t *ids, float *weights) {
+template <int WAVE, int N>
+RFK_CALLED void rfk_choose_of(rfk_route_args a, uint32_t row, uint32_t *ids, float *weights) {
     const float *logits = a.logits + (size_t)row * a.in_stride;
-    const int N = RFK_CHOOSE_FROM / WAVE;
     const uint32_t lane = threadIdx.x % WAVE;
     const bool softmax = !(a.flags & (RF_OP_SIGMOID | RF_OP_SQRT_SOFTPLUS | RF_OP_CHOSEN));
-    float p[N], top = -INFINITY, sum = 0;
+    float p[N], bias[N], top = -INFINITY, sum = 0;
     uint32_t key[N];
     RFK_UNROLL(8)
     for (int j = 0; j < N; j++) {
         const uint32_t i = lane + (uint32_t)j * WAVE;
         p[j] = i < a.n_experts ? logits[i] : -INFINITY;
+        bias[j] = a.bias && i < a.n_experts ? rfk_load_any(a.bias, a.bias_type, i) : 0.0f;
         top = p[j] > top ? p[j] : top;
     }
-    top = rfk_wave_max<WAVE>(top);
+    if (softmax) top = rfk_wave_max<WAVE>(top);
     RFK_UNROLL(8)
     for (int j = 0; j < N; j++) {
         p[j] = rfk_route_value(a.flags, p[j], top);
         if (lane + (uint32_t)j * WAVE < a.n_experts) sum += p[j];
     }
-    sum = rfk_wave_sum<WAVE>(sum);
+    if (softmax) sum = rfk_wave_sum<WAVE>(sum);
     RFK_UNROLL(8)
     for (int j = 0; j < N; j++) {
         const uint32_t i = lane + (uint32_t)j * WAVE;
         if (softmax) p[j] /= sum;
         key[j] = 0;
         if (i >= a.n_experts) continue;
-        const float score = (a.bias ? p[j] + rfk_load_any(a.bias, a.bias_type, i) : p[j]) + 0.0f; /* no -0 */
+        const float score = p[j] + bias[j] + 0.0f; /* no -0 */
         const uint32_t bits = rfk_as_bits(score);
         key[j] = score != score ? 1u : bits >> 31 ? ~bits : bits | 0x80000000u;
     }
+    RFK_UNROLL(1)
     for (uint32_t k = 0; k < a.n_used; k++) {
         uint32_t best = 0, id = 0xffffffffu;
         float weight = 0;
@@ -2452,6 +2471,14 @@ RFK_DEVICE void rfk_choose(const rfk_route_args &a, uint32_t row, uint32_t *ids,
     }
     rfk_sync_lanes<WAVE>();
     rfk_route_weights<WAVE>(weights, a, weights);
+}
+template <int WAVE>
+RFK_DEVICE void rfk_choose(const rfk_route_args &a, uint32_t row, uint32_t *ids, float *weights) {
+#if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU) /* elsewhere each would be inlined */
+    if (a.n_experts <= (uint32_t)WAVE) return rfk_choose_of<WAVE, 1>(a, row, ids, weights);
+    if (a.n_experts <= 128) return rfk_choose_of<WAVE, 128 / WAVE>(a, row, ids, weights);
+#endif
+    rfk_choose_of<WAVE, RFK_CHOOSE_FROM / WAVE>(a, row, ids, weights);
 }
 
 /* out (+)= scale * sum over the chosen experts of weight * in, in order of choice.
@@ -4870,7 +4897,7 @@ static __global__ void RFK_RESIDENT(RFK_PAIRS_BLOCK, 1) rfk_pairs_matvec(rfk_fus
 #define RFK_MIXTURE_CHOICES 17u /* at most, the shared experts included */
 struct rfk_mixture_args {
     rfk_experts_args e;        /* gates or down; e.x: floats; down: e.out is the sum */
-    uint32_t is_down;
+    uint32_t n_experts;
     rfk_route_args choose;     /* logits NULL: the route is there; else it is made here and goes to choose.out */
     const rfk_weight *w2;      /* what the gates multiply */
     const uint8_t *bias2, *factor2;
@@ -4901,23 +4928,29 @@ template <int TYPE> struct rfk_mixture_reads {
     RFK_DEVICE void fetch(const rfk_weight &w, uint32_t row, uint32_t n_in, uint32_t u, loaded &raw) {
         rfk_format<TYPE>::fetch(w, 0, row * (n_in / 32) + u, raw);
     }
-    RFK_DEVICE float dot(const loaded &raw, const rfk_column &c, uint32_t u, uint32_t lane, float total) {
+    struct x {
+        int4 piece[2];
+        float d;
+    };
+    RFK_DEVICE void load_x(const rfk_column &c, uint32_t u, x &to) {
+        to.piece[0] = c.piece[u], to.piece[1] = c.piece[c.n_fragments + u];
+        to.d = c.scale[u];
+    }
+    RFK_DEVICE float dot(const loaded &raw, const x &x, uint32_t lane, float total) {
         typedef rfk_format<TYPE> F;
-        const int4 x[2] = {c.piece[u], c.piece[c.n_fragments + u]};
-        const float d = c.scale[u];
         rfk_unit unit;
         F::unpack(raw, lane, unit); /* units of a block are in adjacent lanes */
-        const int first = rfk_dot16(unit.q, x[0], RFK_DOT_START);
+        const int first = rfk_dot16(unit.q, x.piece[0], RFK_DOT_START);
         if (F::SCALES == 1 && !F::HAS_MIN)
-            return rfk_fma(rfk_mul(unit.d[0], d), rfk_dot_to_float(rfk_dot16(unit.q + 4, x[1], first)), total);
-        float sum = rfk_fma(unit.d[1], rfk_dot_to_float(rfk_dot16(unit.q + 4, x[1], RFK_DOT_START)),
+            return rfk_fma(rfk_mul(unit.d[0], x.d), rfk_dot_to_float(rfk_dot16(unit.q + 4, x.piece[1], first)), total);
+        float sum = rfk_fma(unit.d[1], rfk_dot_to_float(rfk_dot16(unit.q + 4, x.piece[1], RFK_DOT_START)),
                             rfk_mul(unit.d[0], rfk_dot_to_float(first)));
         if (F::HAS_MIN) {
             const int ones[4] = {0x01010101, 0x01010101, 0x01010101, 0x01010101};
-            sum -= rfk_fma(unit.m[1], (float)rfk_dot16(ones, x[1], 0),
-                           rfk_mul(unit.m[0], (float)rfk_dot16(ones, x[0], 0)));
+            sum -= rfk_fma(unit.m[1], (float)rfk_dot16(ones, x.piece[1], 0),
+                           rfk_mul(unit.m[0], (float)rfk_dot16(ones, x.piece[0], 0)));
         }
-        return rfk_fma(d, sum, total);
+        return rfk_fma(x.d, sum, total);
     }
 };
 template <int TYPE> struct rfk_mixture_reads64 {
@@ -4929,9 +4962,9 @@ template <int TYPE> struct rfk_mixture_reads64 {
         rfk_fragments<TYPE>::template begin<WAVE>(row, n_in, i, at);
         rfk_fragments<TYPE>::fetch(w, at, raw);
     }
-    RFK_DEVICE float dot(const loaded &raw, const rfk_column &c, uint32_t i, uint32_t lane, float total) {
-        rfk_fragment_x x;
-        rfk_load_x<TYPE>(c, i, x);
+    typedef rfk_fragment_x x;
+    RFK_DEVICE void load_x(const rfk_column &c, uint32_t i, x &to) { rfk_load_x<TYPE>(c, i, to); }
+    RFK_DEVICE float dot(const loaded &raw, const x &x, uint32_t lane, float total) {
         return rfk_dot_fragment<TYPE>(raw, x, lane, total);
     }
 };
@@ -4941,9 +4974,8 @@ template <int TYPE> struct rfk_mixture_reads64 {
 RFK_MIXTURE_TYPES64(RFK_READS64)
 #undef RFK_READS64
 
-/* Fragments or units of a lane in flight. */
-#define RFK_MIXTURE_IN_FLIGHT(TYPE) \
-    ((TYPE) == RF_TYPE_MXFP4 ? 4 : (TYPE) == RF_TYPE_Q5_K || (TYPE) == RFK_OTHER16 ? 1 : 2)
+/* Pairs of fragments or units of a lane in flight: of the gate and of what it multiplies, or two of a row of down. */
+#define RFK_MIXTURE_IN_FLIGHT(TYPE) ((TYPE) == RF_TYPE_MXFP4 ? 2 : 1)
 #if defined(ROCMFORGE_HIP_EMU)
 #define RFK_MIXTURE_BLOCK 256u
 #elif defined(RFK_NVIDIA)
@@ -4953,11 +4985,12 @@ RFK_MIXTURE_TYPES64(RFK_READS64)
 #endif
 
 /* Values 4i .. 4i + 3 of what the row's experts read; down: the last n_shared of all are the shared experts'. */
+template <bool DOWN>
 RFK_DEVICE void rfk_mixture_x(const rfk_mixture_args &a, uint32_t i, uint32_t all, float *x) {
-    const uint32_t n = a.is_down ? all - a.n_shared : all;
+    const uint32_t n = DOWN ? all - a.n_shared : all;
     const float *chosen = a.e.x + (size_t)blockIdx.y * a.e.x_stride,
                 *shared = a.shared_x + (size_t)blockIdx.y * a.shared_stride;
-    const bool is_shared = 4 * i >= n;
+    const bool is_shared = DOWN && 4 * i >= n;
     x[0] = x[1] = x[2] = x[3] = 0;
     if (4 * i < all)
         rfk_get4(is_shared ? shared : chosen, is_shared ? i - n / 4 : i, is_shared ? a.n_shared : n, x);
@@ -4977,28 +5010,36 @@ RFK_DEVICE void rfk_mixture_column(rfk_column &c, int4 *memory, uint32_t values)
     c.offset = rfk_format<TYPE>::OFFSET;
 }
 
-/* Quantize them into the column. All lanes of a wave take part. */
-template <int TYPE, int WAVE>
-RFK_DEVICE void rfk_mixture_quantize(const rfk_mixture_args &a, const rfk_mixture_shared &s, const rfk_column &c,
-                                     uint32_t i, uint32_t all, const float *x) {
+/* Four of them, quantized; sums of 16 and of the other 16 values of their group. All lanes of a wave take part. */
+struct rfk_mixture_quad {
+    int packed, sum, other;
     float d;
-    int sum, packed = rfk_quantize_lane<WAVE>(x, &d, &sum), other = rfk_shuffle_xor<WAVE>(sum, 4);
-    if (4 * i >= all) return;
-    if (a.is_down) {
+};
+template <int WAVE> RFK_DEVICE void rfk_mixture_quantize(const float *x, rfk_mixture_quad &to) {
+    to.packed = rfk_quantize_lane<WAVE>(x, &to.d, &to.sum);
+    to.other = rfk_shuffle_xor<WAVE>(to.sum, 4);
+}
+
+/* Store values 4i .. 4i + 3 of the column. */
+template <int TYPE, bool DOWN>
+RFK_DEVICE void rfk_mixture_set(const rfk_mixture_args &a, const rfk_mixture_shared &s, const rfk_column &c,
+                                uint32_t i, const rfk_mixture_quad &quad) {
+    float d = quad.d;
+    if (DOWN) {
         const uint32_t k = 4 * i / a.e.n_in;
         d = rfk_mul(d, s.weight[k < a.e.n_used ? k : a.e.n_used]);
     }
     uint32_t piece = i / 4 % 2, fragment = i / 8;
     if (rfk_mixture_reads<TYPE>::VALUES == 64) {
         fragment = rfk_chunk_fragment(c, i / 4, &piece);
-        if (i % 4 == 0) rfk_put_scale(c, i / 4, d, sum, sum + other);
+        if (i % 4 == 0) rfk_put_scale(c, i / 4, d, quad.sum, quad.sum + quad.other);
     } else if (i % 8 == 0) c.scale[fragment] = d;
-    reinterpret_cast<int *>(c.piece + piece * c.n_fragments + fragment)[i % 4] = packed;
+    reinterpret_cast<int *>(c.piece + piece * c.n_fragments + fragment)[i % 4] = quad.packed;
 }
 
 /* The choices of the row and their matrices, by one wave. The shared experts' are copied apart: clang would join both
  * copies to one, which reads the kernel's arguments from private memory. */
-template <int WAVE> RFK_DEVICE void rfk_find_choices(const rfk_mixture_args &a, rfk_mixture_shared &s) {
+template <int WAVE, bool DOWN> RFK_DEVICE void rfk_find_choices(const rfk_mixture_args &a, rfk_mixture_shared &s) {
     const uint32_t k = threadIdx.x % WAVE, n_used = a.e.n_used;
     if (k == 0 && a.n_shared) {
         s.w[0][n_used] = a.shared[0], s.w[1][n_used] = a.shared[1];
@@ -5006,7 +5047,7 @@ template <int WAVE> RFK_DEVICE void rfk_find_choices(const rfk_mixture_args &a, 
         s.weight[n_used] =
             a.shared_scale * (a.share ? 1.0f / (1.0f + expf(-a.share[(size_t)blockIdx.y * a.share_stride])) : 1.0f);
     }
-    if (a.choose.logits) {
+    if (!DOWN && a.choose.logits) {
         rfk_choose<WAVE>(a.choose, blockIdx.y, s.id, s.weight);
     } else if (k < n_used) {
         const float *route = a.e.route + (size_t)blockIdx.y * a.e.route_stride;
@@ -5016,15 +5057,15 @@ template <int WAVE> RFK_DEVICE void rfk_find_choices(const rfk_mixture_args &a, 
     if (k >= n_used) return;
     const uint32_t id = s.id[k];
     s.w[0][k] = a.e.w[id];
-    if (!a.is_down) s.w[1][k] = a.w2[id];
+    if (!DOWN) s.w[1][k] = a.w2[id];
     float factor = a.e.factor ? rfk_load_any(a.e.factor, a.e.factor_type, id) : 1.0f;
-    if (a.choose.logits && blockIdx.x == 0) {
+    if (!DOWN && a.choose.logits && blockIdx.x == 0) {
         float *out = a.choose.out + (size_t)blockIdx.y * a.choose.out_stride;
         reinterpret_cast<uint32_t *>(out)[k] = id;
         out[n_used + k] = s.weight[k];
     }
     s.factor[0][k] = s.w[0][k].plane[0] ? factor : NAN;
-    if (a.is_down) {
+    if (DOWN) {
         s.weight[k] *= a.scale;
         s.factor[1][k] = s.weight[k]; /* of the bias */
         s.weight[k] *= s.factor[0][k];
@@ -5035,116 +5076,165 @@ template <int WAVE> RFK_DEVICE void rfk_find_choices(const rfk_mixture_args &a, 
 }
 
 /* What the waves of a block compute: n_items results, `step` from a wave's one to its next. A result is one dot product
- * of n_fragments (down: of all choices' and the shared experts', `all`), or two, `rounds` fragments of a lane each. */
+ * of n_fragments (down: of all choices' and the shared experts', `all`), or two. A lane has `rounds` pairs of fragments
+ * of a result. */
 struct rfk_mixture_shape {
     uint32_t n_items, first, step, n_fragments, all, rounds;
     float inverse; /* 1 / n_fragments */
 };
-/* Where a wave is: the results that are left to it, the dot product, its round, and the matrix (not down) and row. */
+/* Where a wave is: the results that are left to it, the round, and the choice (not down) and row. */
 struct rfk_mixture_cursor {
-    uint32_t left, second, round, k, row;
+    uint32_t left, round, k, row;
 };
-RFK_DEVICE void rfk_mixture_row(const rfk_mixture_args &a, rfk_mixture_cursor &at) {
-    while (!a.is_down && at.k < a.e.n_used && at.row >= a.e.n_out) at.row -= a.e.n_out, at.k++;
+template <bool DOWN> RFK_DEVICE void rfk_mixture_row(const rfk_mixture_args &a, rfk_mixture_cursor &at) {
+    while (!DOWN && at.k < a.e.n_used && at.row >= a.e.n_out) at.row -= a.e.n_out, at.k++;
 }
+template <bool DOWN>
 RFK_DEVICE rfk_mixture_cursor rfk_mixture_begin(const rfk_mixture_args &a, const rfk_mixture_shape &shape) {
-    rfk_mixture_cursor at = {0, 0, 0, 0, shape.first};
+    rfk_mixture_cursor at = {0, 0, 0, shape.first};
     if (shape.first < shape.n_items) at.left = (shape.n_items - shape.first + shape.step - 1) / shape.step;
-    rfk_mixture_row(a, at);
+    rfk_mixture_row<DOWN>(a, at);
     return at;
 }
 /* Returns whether the result is complete. */
+template <bool DOWN>
 RFK_DEVICE bool rfk_mixture_next(const rfk_mixture_args &a, const rfk_mixture_shape &shape, rfk_mixture_cursor &at) {
     if (++at.round < shape.rounds) return false;
     at.round = 0;
-    at.second = !a.is_down && !at.second;
-    if (at.second) return false;
     at.left--;
     at.row += shape.step;
-    rfk_mixture_row(a, at);
+    rfk_mixture_row<DOWN>(a, at);
     return true;
 }
 
-/* Load the lane's fragment of a round. */
-template <int TYPE, int WAVE>
+/* Fragment j of a lane's pair in a round, of `all`. */
+template <int WAVE, bool DOWN> RFK_DEVICE uint32_t rfk_mixture_fragment(uint32_t round, uint32_t j) {
+    return (DOWN ? 2 * round + j : round) * WAVE + threadIdx.x % WAVE;
+}
+
+/* Load the lane's pair of a round. */
+template <int TYPE, int WAVE, bool DOWN>
 RFK_DEVICE void rfk_mixture_fetch(const rfk_mixture_args &a, const rfk_mixture_shared &s,
                                   const rfk_mixture_shape &shape, const rfk_mixture_cursor &at,
-                                  typename rfk_mixture_reads<TYPE>::loaded &raw) {
-    uint32_t i = at.round * WAVE + threadIdx.x % WAVE, k = at.k, n_in = a.e.n_in;
-    if (i >= shape.all) return;
-    if (a.is_down) {
-        k = (uint32_t)(((float)i + 0.5f) * shape.inverse);
-        if (k >= a.e.n_used) k = a.e.n_used, n_in = a.n_shared;
-        i -= k * shape.n_fragments;
+                                  typename rfk_mixture_reads<TYPE>::loaded *raw) {
+    RFK_UNROLL(2)
+    for (uint32_t j = 0; j < 2; j++) {
+        uint32_t i = rfk_mixture_fragment<WAVE, DOWN>(at.round, j), k = at.k, n_in = a.e.n_in;
+        if (i >= shape.all) continue;
+        if (DOWN) {
+            k = (uint32_t)(((float)i + 0.5f) * shape.inverse);
+            if (k >= a.e.n_used) k = a.e.n_used, n_in = a.n_shared;
+            i -= k * shape.n_fragments;
+        }
+        const uint32_t row = at.row + (k == a.e.n_used ? 0 : !DOWN && j ? a.row2 : a.e.row0);
+        const rfk_weight &w = s.w[DOWN ? 0 : j][k];
+        if (w.plane[0]) rfk_mixture_reads<TYPE>::template fetch<WAVE>(w, row, n_in, i, raw[j]);
     }
-    const uint32_t row = at.row + (k == a.e.n_used ? 0 : at.second ? a.row2 : a.e.row0);
-    const rfk_weight &w = s.w[at.second][k];
-    if (w.plane[0]) rfk_mixture_reads<TYPE>::template fetch<WAVE>(w, row, n_in, i, raw);
+}
+
+/* Add the products of the lane's pair to `sum`: of the gate and of what it multiplies, or down's in [0]. */
+template <int TYPE, int WAVE, bool DOWN>
+RFK_DEVICE void rfk_mixture_dot(const typename rfk_mixture_reads<TYPE>::loaded *raw, const rfk_column &c,
+                                uint32_t round, uint32_t all, float *sum) {
+    typedef rfk_mixture_reads<TYPE> R;
+    const uint32_t lane = threadIdx.x % WAVE;
+    typename R::x x;
+    RFK_UNROLL(2)
+    for (uint32_t j = 0; j < 2; j++) {
+        const uint32_t i = rfk_mixture_fragment<WAVE, DOWN>(round, j);
+        if (i >= all) continue;
+        if (DOWN || j == 0) R::load_x(c, i, x);
+        sum[DOWN ? 0 : j] = R::dot(raw[j], x, lane, sum[DOWN ? 0 : j]);
+    }
+}
+
+/* What a result needs beside its sums, loaded while they are made: the biases, those of down weighted and added up, and
+ * what down adds to. A lane each. */
+template <bool DOWN>
+RFK_DEVICE void rfk_mixture_before(const rfk_mixture_args &a, const rfk_mixture_shared &s, uint32_t item,
+                                   float *before) {
+    const uint32_t n_used = a.e.n_used;
+    before[0] = before[1] = 0;
+    if (DOWN) {
+        for (uint32_t k = 0; a.e.bias && k < n_used; k++)
+            before[0] += s.factor[1][k] * rfk_load_any(a.e.bias, a.e.bias_type, (size_t)s.id[k] * a.e.n_out + item);
+        if (a.accumulate) before[1] = a.e.out[(size_t)blockIdx.y * a.e.out_stride + item];
+        return;
+    }
+    const uint32_t k = item / a.e.n_out;
+    if (k >= n_used) return;
+    const size_t at = (size_t)s.id[k] * a.e.n_out + (item - k * a.e.n_out);
+    if (a.e.bias) before[0] = rfk_load_any(a.e.bias, a.e.bias_type, at);
+    if (a.bias2) before[1] = rfk_load_any(a.bias2, a.bias2_type, at);
 }
 
 /* Store a result: of the gate and of what it multiplies, or of the weighted sum. A lane each. */
-RFK_DEVICE void rfk_mixture_put(const rfk_mixture_args &a, const rfk_mixture_shared &s, uint32_t item, float gate,
-                                float sum) {
-    const uint32_t n_used = a.e.n_used;
-    if (a.is_down) {
-        for (uint32_t k = 0; a.e.bias && k < n_used; k++)
-            sum += s.factor[1][k] * rfk_load_any(a.e.bias, a.e.bias_type, (size_t)s.id[k] * a.e.n_out + item);
-        float *out = a.e.out + (size_t)blockIdx.y * a.e.out_stride + item;
-        *out = a.accumulate ? *out + sum : sum;
+template <bool DOWN>
+RFK_DEVICE void rfk_mixture_put(const rfk_mixture_args &a, const rfk_mixture_shared &s, uint32_t item,
+                                const float *sum, const float *before) {
+    if (DOWN) {
+        a.e.out[(size_t)blockIdx.y * a.e.out_stride + item] = before[1] + (sum[0] + before[0]);
         return;
     }
-    const uint32_t k = item / a.e.n_out < n_used ? item / a.e.n_out : n_used, row = item - k * a.e.n_out;
-    gate *= s.factor[0][k], sum *= s.factor[1][k];
-    if (k < n_used) {
-        const size_t at = (size_t)s.id[k] * a.e.n_out + row;
-        if (a.e.bias) gate += rfk_load_any(a.e.bias, a.e.bias_type, at);
-        if (a.bias2) sum += rfk_load_any(a.bias2, a.bias2_type, at);
-    }
+    const uint32_t n_used = a.e.n_used, k = item / a.e.n_out < n_used ? item / a.e.n_out : n_used;
+    const float gate = sum[0] * s.factor[0][k] + before[0], up = sum[1] * s.factor[1][k] + before[1];
     float *out = k == n_used ? a.shared_out + (size_t)blockIdx.y * a.shared_stride
                              : a.e.out + (size_t)blockIdx.y * a.e.out_stride + (size_t)k * a.e.out_choice;
-    out[row] = a.activation == RF_ACT_OAI ? rfk_activate_oai(gate, sum) : rfk_activate(a.activation, gate) * sum;
+    out[item - k * a.e.n_out] =
+        a.activation == RF_ACT_OAI ? rfk_activate_oai(gate, up) : rfk_activate(a.activation, gate) * up;
 }
 
-/* The wave's results, whose first fragments are on their way. Lane i keeps the sums of the i-th one since results were
+/* The wave's results, whose first pairs are on their way. Lane i keeps the sums of the i-th one since results were
  * stored. */
-template <int TYPE, int WAVE>
+template <int TYPE, int WAVE, bool DOWN>
 RFK_DEVICE void rfk_mixture_items(const rfk_mixture_args &a, const rfk_mixture_shared &s,
                                   const rfk_mixture_shape &shape, const rfk_column &c,
-                                  typename rfk_mixture_reads<TYPE>::loaded *raw, rfk_mixture_cursor ahead) {
+                                  typename rfk_mixture_reads<TYPE>::loaded (*raw)[2], rfk_mixture_cursor at,
+                                  rfk_mixture_cursor ahead) {
     const int IN_FLIGHT = RFK_MIXTURE_IN_FLIGHT(TYPE);
     const uint32_t lane = threadIdx.x % WAVE;
-    rfk_mixture_cursor at = rfk_mixture_begin(a, shape);
-    float gate = 0, sum = 0, kept_gate = 0, kept = 0;
+    float sum[2] = {0, 0}, kept[2] = {0, 0}, before[2];
     uint32_t n_kept = 0, item = shape.first;
+    if (lane < at.left) rfk_mixture_before<DOWN>(a, s, item + lane * shape.step, before);
     while (at.left) {
         RFK_UNROLL(4)
-        for (int j = 0; j < IN_FLIGHT; j++) {
+        for (int u = 0; u < IN_FLIGHT; u++) {
             if (at.left) {
-                const uint32_t i = at.round * WAVE + lane;
-                if (at.second && at.round == 0) gate = sum, sum = 0;
-                if (i < shape.all) sum = rfk_mixture_reads<TYPE>::dot(raw[j], c, i, lane, sum);
+                rfk_mixture_dot<TYPE, WAVE, DOWN>(raw[u], c, at.round, shape.all, sum);
                 if (ahead.left) {
-                    rfk_mixture_fetch<TYPE, WAVE>(a, s, shape, ahead, raw[j]);
-                    (void)rfk_mixture_next(a, shape, ahead);
+                    rfk_mixture_fetch<TYPE, WAVE, DOWN>(a, s, shape, ahead, raw[u]);
+                    (void)rfk_mixture_next<DOWN>(a, shape, ahead);
                 }
-                if (rfk_mixture_next(a, shape, at)) {
-                    if (a.is_down) sum = rfk_wave_sum<WAVE>(sum);
-                    else rfk_wave_sums<WAVE>(&gate, &sum);
-                    if (lane == n_kept) kept_gate = gate, kept = sum;
-                    sum = 0, n_kept++;
+                if (rfk_mixture_next<DOWN>(a, shape, at)) {
+                    if (DOWN) sum[0] = rfk_wave_sum<WAVE>(sum[0]);
+                    else rfk_wave_sums<WAVE>(&sum[0], &sum[1]);
+                    if (lane == n_kept) kept[0] = sum[0], kept[1] = sum[1];
+                    sum[0] = sum[1] = 0, n_kept++;
                 }
             }
         }
         if (at.left && n_kept + IN_FLIGHT <= WAVE) continue;
-        if (lane < n_kept) rfk_mixture_put(a, s, item + lane * shape.step, kept_gate, kept);
+        if (lane < n_kept) rfk_mixture_put<DOWN>(a, s, item + lane * shape.step, kept, before);
         item += n_kept * shape.step;
         n_kept = 0;
+        if (lane < at.left) rfk_mixture_before<DOWN>(a, s, item + lane * shape.step, before);
     }
 }
 
+/* Bring the descriptions of all experts into the L2 cache: which of them are read is known late. */
+RFK_DEVICE void rfk_prefetch_experts(const rfk_weight *w, uint32_t n_experts) {
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
+    if (threadIdx.x * 128 < n_experts * sizeof *w)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(reinterpret_cast<const uint8_t *>(w) + threadIdx.x * 128));
+#else
+    (void)w, (void)n_experts;
+#endif
+}
+
 /* grid [blocks, rows]   block up to RFK_MIXTURE_BLOCK, at least two waves   LDS 1.5 bytes a value of the column
- *   reads W once per row */
-template <int TYPE, int WAVE>
+ *   reads W once per row
+ * The first wave finds the choices, the others quantize what they read meanwhile. */
+template <int TYPE, int WAVE, bool DOWN>
 static __global__ void RFK_RESIDENT(RFK_MIXTURE_BLOCK, 1) rfk_mixture(rfk_mixture_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
     typedef rfk_mixture_reads<TYPE> R;
@@ -5153,44 +5243,52 @@ static __global__ void RFK_RESIDENT(RFK_MIXTURE_BLOCK, 1) rfk_mixture(rfk_mixtur
     RFK_SHARED(rfk_mixture_shared, s);
     RFK_DYNAMIC(int4, memory);
     const uint32_t waves = blockDim.x / WAVE, n_used = a.e.n_used, fillers = blockDim.x - WAVE,
-                   thread = threadIdx.x - WAVE, values = a.is_down ? n_used * a.e.n_in + a.n_shared : a.e.n_in;
+                   thread = threadIdx.x - WAVE, values = DOWN ? n_used * a.e.n_in + a.n_shared : a.e.n_in,
+                   mine = threadIdx.x < WAVE ? 0 : values / 4; /* the first wave fills nothing */
     rfk_mixture_shape shape;
-    shape.n_items = a.is_down ? a.e.n_out : n_used * a.e.n_out + a.n_shared;
+    shape.n_items = DOWN ? a.e.n_out : n_used * a.e.n_out + a.n_shared;
     shape.first = blockIdx.x * waves + threadIdx.x / WAVE;
     shape.step = gridDim.x * waves;
     shape.n_fragments = a.e.n_in / R::VALUES;
     shape.all = values / R::VALUES;
-    shape.rounds = (shape.all + WAVE - 1) / WAVE;
+    shape.rounds = DOWN ? (shape.all + 2 * WAVE - 1) / (2 * WAVE) : (shape.all + WAVE - 1) / WAVE;
     shape.inverse = 1.0f / (float)shape.n_fragments;
     rfk_column c;
     rfk_mixture_column<TYPE, WAVE>(c, memory, values);
+    rfk_prefetch_experts(a.e.w, a.n_experts);
+    if (!DOWN) rfk_prefetch_experts(a.w2, a.n_experts);
+    const rfk_mixture_cursor begin = rfk_mixture_begin<DOWN>(a, shape);
     rfk_wait_previous();
-    float x[AT_ONCE][4];
-    if (threadIdx.x < WAVE) rfk_find_choices<WAVE>(a, s);
+    rfk_mixture_quad quad[AT_ONCE];
+    if (threadIdx.x < WAVE) rfk_find_choices<WAVE, DOWN>(a, s);
     else {
+        float x[AT_ONCE][4];
         RFK_UNROLL(4)
-        for (uint32_t k = 0; k < AT_ONCE; k++) rfk_mixture_x(a, thread + k * fillers, values, x[k]);
+        for (uint32_t k = 0; k < AT_ONCE; k++) rfk_mixture_x<DOWN>(a, thread + k * fillers, values, x[k]);
+        RFK_UNROLL(4)
+        for (uint32_t k = 0; k < AT_ONCE; k++) /* whole waves */
+            if (thread - thread % WAVE + k * fillers < mine) rfk_mixture_quantize<WAVE>(x[k], quad[k]);
     }
     __syncthreads(); /* the choices and their weights */
-    rfk_mixture_cursor ahead = rfk_mixture_begin(a, shape);
-    typename R::loaded raw[IN_FLIGHT];
+    rfk_mixture_cursor ahead = begin;
+    typename R::loaded raw[IN_FLIGHT][2];
     RFK_UNROLL(4)
-    for (int j = 0; j < IN_FLIGHT; j++)
+    for (int u = 0; u < IN_FLIGHT; u++)
         if (ahead.left) {
-            rfk_mixture_fetch<TYPE, WAVE>(a, s, shape, ahead, raw[j]);
-            (void)rfk_mixture_next(a, shape, ahead);
+            rfk_mixture_fetch<TYPE, WAVE, DOWN>(a, s, shape, ahead, raw[u]);
+            (void)rfk_mixture_next<DOWN>(a, shape, ahead);
         }
-    if (threadIdx.x >= WAVE) {
-        RFK_UNROLL(4)
-        for (uint32_t k = 0; k < AT_ONCE; k++)
-            rfk_mixture_quantize<TYPE, WAVE>(a, s, c, thread + k * fillers, values, x[k]);
-        for (uint32_t first = AT_ONCE * fillers; first < values / 4; first += fillers) {
-            rfk_mixture_x(a, first + thread, values, x[0]);
-            rfk_mixture_quantize<TYPE, WAVE>(a, s, c, first + thread, values, x[0]);
-        }
+    RFK_UNROLL(4)
+    for (uint32_t k = 0; k < AT_ONCE; k++)
+        if (thread + k * fillers < mine) rfk_mixture_set<TYPE, DOWN>(a, s, c, thread + k * fillers, quad[k]);
+    for (uint32_t i = thread + AT_ONCE * fillers; i - i % WAVE < mine; i += fillers) {
+        float x[4];
+        rfk_mixture_x<DOWN>(a, i, values, x);
+        rfk_mixture_quantize<WAVE>(x, quad[0]);
+        if (i < mine) rfk_mixture_set<TYPE, DOWN>(a, s, c, i, quad[0]);
     }
     __syncthreads();
-    rfk_mixture_items<TYPE, WAVE>(a, s, shape, c, raw, ahead);
+    rfk_mixture_items<TYPE, WAVE, DOWN>(a, s, shape, c, raw, begin, ahead);
 }
 
 /* ---- matrix units ----
@@ -15323,8 +15421,9 @@ static int rfk_makes_route(const rf_prepared *p, uint32_t i) {
 }
 
 typedef void (*rfk_mixture_kernel)(rfk_mixture_args);
-template <int WAVE> static rfk_mixture_kernel rfk_find_mixture(uint32_t type) {
-#define RFK_QUANTIZED_CASE(TYPE) case TYPE: return rfk_mixture<RFK_BUILT(TYPE), WAVE>;
+template <int WAVE> static rfk_mixture_kernel rfk_find_mixture(uint32_t type, bool down) {
+#define RFK_QUANTIZED_CASE(TYPE) \
+    case TYPE: return down ? rfk_mixture<RFK_BUILT(TYPE), WAVE, true> : rfk_mixture<RFK_BUILT(TYPE), WAVE, false>;
     switch (type) {
         RFK_QUANTIZED_TYPES(RFK_QUANTIZED_CASE)
         RFK_QUANTIZED_CASE(RF_TYPE_MXFP4)
@@ -15344,12 +15443,13 @@ static rf_result rfk_run_mixture(rfk_launching *l, const rfk_fused *f) {
     l->index = f->first;
     l->b = p->ops[f->first];
     a.e = rfk_make_experts(l);
-    a.is_down = f->kind == RFK_FUSED_DOWN;
+    const bool down = f->kind == RFK_FUSED_DOWN;
+    a.n_experts = p->plan->weights[op->weight].n_experts;
     if (shared) {
         a.shared[0] = rfk_slot_of(p, shared->weight)->w;
-        a.n_shared = a.is_down ? shared->matmul.n_in : shared->matmul.n_out;
+        a.n_shared = down ? shared->matmul.n_in : shared->matmul.n_out;
     }
-    if (!a.is_down) {
+    if (!down) {
         if (rfk_makes_route(p, (uint32_t)(f - p->fused))) a.choose = rfk_make_route(p, f->choice);
         a.w2 = p->table->experts + p->plan->weights[op[1].weight].slot;
         a.bias2 = rfk_vector(p, op[1].bias, 0, &a.bias2_type);
@@ -15376,15 +15476,15 @@ static rf_result rfk_run_mixture(rfk_launching *l, const rfk_fused *f) {
         }
     }
     const uint32_t type = rfk_mixture_type(p->plan, op), max = RFK_MIXTURE_BLOCK / p->dev->wave,
-                   values = a.is_down ? a.e.n_used * a.e.n_in + a.n_shared : a.e.n_in,
-                   results = a.is_down ? a.e.n_out : a.e.n_used * a.e.n_out + a.n_shared,
+                   values = down ? a.e.n_used * a.e.n_in + a.n_shared : a.e.n_in,
+                   results = down ? a.e.n_out : a.e.n_used * a.e.n_out + a.n_shared,
                    units = p->dev->info.compute_units / l->n_rows ? p->dev->info.compute_units / l->n_rows : 1,
                    rounds = rfk_ceil_div(results, units * max),      /* results of a wave */
                    wanted = rfk_ceil_div(results, units * rounds),   /* waves of a block */
                    waves = wanted < 2 ? 2 : wanted;
     const rfk_config c = {dim3(rfk_ceil_div(results, waves * rounds), l->n_rows), dim3(waves * p->dev->wave),
                           rfk_columns_bytes(values), rfk_early_carveout(l), l->q->stream};
-    return rfk_enqueue_config(l, RFK_BY_WAVE(l, rfk_find_mixture<32>(type), rfk_find_mixture<64>(type)), c, a);
+    return rfk_enqueue_config(l, RFK_BY_WAVE(l, rfk_find_mixture<32>(type, down), rfk_find_mixture<64>(type, down)), c, a);
 }
 
 /* Whether the step takes the attention of a decode step, where the plan has it fused. */
