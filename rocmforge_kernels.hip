@@ -698,16 +698,48 @@ RFK_DEVICE rfk_codebook rfk_codes_fp4() { /* 0 1 2 3 4 6 8 12 and their negative
     return c;
 }
 
+/* NVIDIA's PRMT, for its selectors of four bits: bytes 0-3 are of x, 4-7 of y, and with 8 added a byte becomes eight
+ * copies of its sign. */
+#if (defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)) || defined(ROCMFORGE_HIP_EMU)
+#define RFK_HAS_PERMUTE 1
+RFK_DEVICE uint32_t rfk_permute(uint32_t x, uint32_t y, uint32_t selectors) {
+#if defined(ROCMFORGE_HIP_EMU)
+    const uint64_t bytes = x | (uint64_t)y << 32;
+    uint32_t out = 0;
+    for (uint32_t i = 0; i < 4; i++) {
+        const uint32_t selector = selectors >> (4 * i), byte = (uint32_t)(bytes >> (8 * (selector & 7))) & 255;
+        out |= (selector & 8 ? (byte >> 7) * 255 : byte) << (8 * i);
+    }
+    return out;
+#else
+    uint32_t out;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(x), "r"(y), "r"(selectors));
+    return out;
+#endif
+}
+#endif
+
+/* A constant that stays in a register: ptxas would move it there for each instruction that wants it in one. No block is
+ * two threads deep. */
+RFK_DEVICE uint32_t rfk_in_register(uint32_t constant) {
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
+    return constant + threadIdx.z;
+#else
+    return constant;
+#endif
+}
+
 /* Look up the eight nibbles: the low nibble of each byte, and the high one. */
 RFK_DEVICE void rfk_look_up(const rfk_codebook &c, int nibbles, int *low, int *high) {
     const uint32_t v = (uint32_t)nibbles;
 #if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
-    const uint32_t s = v & 0x77777777u, upper = ((v & 0x88888888u) >> 1) | 0x32103210u;
-    const uint32_t a = __byte_perm(__byte_perm(c.word[0], c.word[1], s), __byte_perm(c.word[2], c.word[3], s), upper),
-                   b = __byte_perm(__byte_perm(c.word[0], c.word[1], s >> 16),
-                                   __byte_perm(c.word[2], c.word[3], s >> 16), upper >> 16);
-    *low = (int)__byte_perm(a, b, 0x6420);
-    *high = (int)__byte_perm(a, b, 0x7531);
+    const uint32_t s = v & 0x77777777u, upper = ((v & 0x88888888u) >> 1) | 0x32103210u, first = rfk_in_register(c.word[0]),
+                   third = rfk_in_register(c.word[2]);
+    const uint32_t a = rfk_permute(rfk_permute(first, c.word[1], s), rfk_permute(third, c.word[3], s), upper),
+                   b = rfk_permute(rfk_permute(first, c.word[1], s >> 16), rfk_permute(third, c.word[3], s >> 16),
+                                   upper >> 16);
+    *low = (int)rfk_permute(a, b, 0x6420);
+    *high = (int)rfk_permute(a, b, 0x7531);
 #elif defined(__HIP_DEVICE_COMPILE__)
     const uint32_t part[2] = {v & 0x0f0f0f0fu, (v >> 4) & 0x0f0f0f0fu};
     uint32_t out[2];
@@ -843,6 +875,8 @@ template <> struct rfk_format<RF_TYPE_IQ4_XS> {
     }
 };
 
+/* 2^(c - 127) / 2 */
+RFK_DEVICE float rfk_mxfp4_scale(uint32_t c) { return rfk_as_float(c < 2 ? 0x200000u << c : (c - 1) << 23); }
 template <> struct rfk_format<RF_TYPE_MXFP4> {
     static const int OFFSET = 0, HAS_MIN = 0, SCALES = 1;
     RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
@@ -855,7 +889,7 @@ template <> struct rfk_format<RF_TYPE_MXFP4> {
         rfk_words(r.a, in);
         RFK_UNROLL(4)
         for (int i = 0; i < 4; i++) rfk_look_up(rfk_codes_fp4(), in[i], &o.q[i], &o.q[4 + i]);
-        o.d[0] = o.d[1] = rfk_as_float(r.c < 2 ? 0x200000u << r.c : (r.c - 1) << 23); /* 2^(c - 127) / 2 */
+        o.d[0] = o.d[1] = rfk_mxfp4_scale(r.c);
     }
 };
 
@@ -1501,30 +1535,69 @@ RFK_DEVICE int rfk_join_bytes(const uint32_t *w) {
 #endif
 }
 
+/* The larger of `top` and the bits of |x| for n values: as integers, NaN > infinity > all numbers. */
+RFK_DEVICE uint32_t rfk_largest(const float *x, int n, uint32_t top) {
+    for (int k = 0; k < n; k++) {
+        const uint32_t bits = rfk_as_bits(x[k]) & 0x7fffffffu;
+        top = bits > top ? bits : top;
+    }
+    return top;
+}
+
+/* How a group is quantized whose largest value's bits are `top`. */
+struct rfk_int8_scale {
+    float d, inverse;
+    bool finite;
+};
+RFK_DEVICE rfk_int8_scale rfk_scale_of(uint32_t top) {
+    rfk_int8_scale s = {rfk_divide_by_127(rfk_as_float(top)), 0, top < 0x7f800000u};
+    if (s.d >= 1.17549435e-38f) s.inverse = 1.0f / s.d;
+    else s.d = 0;
+    if (!s.finite) s.d = rfk_as_float(0x7fc00000u);
+    return s;
+}
+/* Four values as int8. 1.5 * 2^23 + x rounds x to the nearest integer, even among two, and ends in its bits. */
+RFK_DEVICE int rfk_quantize_four(const float *x, const rfk_int8_scale &s) {
+    uint32_t q[4];
+    for (int k = 0; k < 4; k++) q[k] = rfk_as_bits(rfk_mul(x[k], s.inverse) + 12582912.0f);
+    return s.finite ? rfk_join_bytes(q) : 0;
+}
+
 /* Quantize a group of 32, four values a lane in eight adjacent lanes.   Returns the lane's four int8; the group's d,
  * and the sum of q over the lane's half of the group. All lanes of the wave must take part. */
 template <int WAVE> RFK_DEVICE int rfk_quantize_lane(const float *x, float *d_out, int *sum_out) {
-    uint32_t top = 0; /* bits of max|x|: as integers, NaN > infinity > all numbers */
-    for (int k = 0; k < 4; k++) {
-        uint32_t bits = rfk_as_bits(x[k]) & 0x7fffffffu;
-        top = bits > top ? bits : top;
-    }
+    uint32_t top = rfk_largest(x, 4, 0);
     for (int mask = 1; mask < 8; mask *= 2) {
         uint32_t bits = rfk_shuffle_xor<WAVE>(top, mask);
         top = bits > top ? bits : top;
     }
-    float d = rfk_divide_by_127(rfk_as_float(top)), inverse = 0;
-    if (d >= 1.17549435e-38f) inverse = 1.0f / d;
-    else d = 0;
-    uint32_t q[4]; /* 1.5 * 2^23 + x rounds x to the nearest integer, even among two, and ends in its bits */
-    for (int k = 0; k < 4; k++) q[k] = rfk_as_bits(rfk_mul(x[k], inverse) + 12582912.0f);
-    int packed = rfk_join_bytes(q);
-    if (top >= 0x7f800000u) packed = 0, d = rfk_as_float(0x7fc00000u);
+    const rfk_int8_scale scale = rfk_scale_of(top);
+    const int packed = rfk_quantize_four(x, scale);
     int sum = rfk_dot4(packed, 0x01010101, 0);
     for (int mask = 1; mask < 4; mask *= 2) sum += rfk_shuffle_xor<WAVE>(sum, mask);
-    *d_out = d;
+    *d_out = scale.d;
     *sum_out = sum;
     return packed;
+}
+
+/* The same, 16 values a lane in two adjacent lanes. */
+struct rfk_int8_chunk {
+    int4 q;
+    float d;
+    int sum, other; /* of q, and of the other half of the group */
+};
+template <int WAVE> RFK_DEVICE void rfk_quantize_chunk(const float *x, rfk_int8_chunk &to) {
+    uint32_t top = rfk_largest(x, 16, 0);
+    const uint32_t bits = rfk_shuffle_xor<WAVE>(top, 1);
+    const rfk_int8_scale scale = rfk_scale_of(bits > top ? bits : top);
+    to.q.x = rfk_quantize_four(x, scale), to.q.y = rfk_quantize_four(x + 4, scale);
+    to.q.z = rfk_quantize_four(x + 8, scale), to.q.w = rfk_quantize_four(x + 12, scale);
+    to.d = scale.d;
+    to.sum = rfk_dot4(to.q.x, 0x01010101, 0);
+    to.sum = rfk_dot4(to.q.y, 0x01010101, to.sum);
+    to.sum = rfk_dot4(to.q.z, 0x01010101, to.sum);
+    to.sum = rfk_dot4(to.q.w, 0x01010101, to.sum);
+    to.other = rfk_shuffle_xor<WAVE>(to.sum, 1);
 }
 
 /* Quantize values 4i .. 4i + 3 of a row of n; eight threads share a group. All lanes of the wave must take part;
@@ -2432,28 +2505,35 @@ RFK_CALLED void rfk_choose_of(rfk_route_args a, uint32_t row, uint32_t *ids, flo
     float p[N], bias[N], top = -INFINITY, sum = 0;
     uint32_t key[N];
     RFK_UNROLL(8)
-    for (int j = 0; j < N; j++) {
+    for (int j = 0; j < N; j++) { /* without branches, so that all loads are on their way at once */
         const uint32_t i = lane + (uint32_t)j * WAVE;
-        p[j] = i < a.n_experts ? logits[i] : -INFINITY;
-        bias[j] = a.bias && i < a.n_experts ? rfk_load_any(a.bias, a.bias_type, i) : 0.0f;
-        top = p[j] > top ? p[j] : top;
+        p[j] = logits[i < a.n_experts ? i : a.n_experts - 1];
+        bias[j] = 0;
     }
+    RFK_UNROLL(8)
+    for (int j = 0; j < N && a.bias; j++) {
+        const uint32_t i = lane + (uint32_t)j * WAVE;
+        bias[j] = rfk_load_any(a.bias, a.bias_type, i < a.n_experts ? i : a.n_experts - 1);
+    }
+    RFK_UNROLL(8)
+    for (int j = 0; j < N; j++) top = p[j] > top ? p[j] : top;
     if (softmax) top = rfk_wave_max<WAVE>(top);
     RFK_UNROLL(8)
     for (int j = 0; j < N; j++) {
         p[j] = rfk_route_value(a.flags, p[j], top);
         if (lane + (uint32_t)j * WAVE < a.n_experts) sum += p[j];
     }
-    if (softmax) sum = rfk_wave_sum<WAVE>(sum);
+    if (softmax) {
+        sum = rfk_wave_sum<WAVE>(sum);
+        RFK_UNROLL(8)
+        for (int j = 0; j < N; j++) p[j] /= sum;
+    }
     RFK_UNROLL(8)
     for (int j = 0; j < N; j++) {
-        const uint32_t i = lane + (uint32_t)j * WAVE;
-        if (softmax) p[j] /= sum;
-        key[j] = 0;
-        if (i >= a.n_experts) continue;
         const float score = p[j] + bias[j] + 0.0f; /* no -0 */
         const uint32_t bits = rfk_as_bits(score);
         key[j] = score != score ? 1u : bits >> 31 ? ~bits : bits | 0x80000000u;
+        if (lane + (uint32_t)j * WAVE >= a.n_experts) key[j] = 0;
     }
     RFK_UNROLL(1)
     for (uint32_t k = 0; k < a.n_used; k++) {
@@ -4932,6 +5012,7 @@ template <int TYPE> struct rfk_mixture_reads {
         int4 piece[2];
         float d;
     };
+    template <int WAVE> RFK_DEVICE int4 order(const int4 &q) { return q; }
     RFK_DEVICE void load_x(const rfk_column &c, uint32_t u, x &to) {
         to.piece[0] = c.piece[u], to.piece[1] = c.piece[c.n_fragments + u];
         to.d = c.scale[u];
@@ -4963,6 +5044,7 @@ template <int TYPE> struct rfk_mixture_reads64 {
         rfk_fragments<TYPE>::fetch(w, at, raw);
     }
     typedef rfk_fragment_x x;
+    template <int WAVE> RFK_DEVICE int4 order(const int4 &q) { return q; }
     RFK_DEVICE void load_x(const rfk_column &c, uint32_t i, x &to) { rfk_load_x<TYPE>(c, i, to); }
     RFK_DEVICE float dot(const loaded &raw, const x &x, uint32_t lane, float total) {
         return rfk_dot_fragment<TYPE>(raw, x, lane, total);
@@ -4974,6 +5056,56 @@ template <int TYPE> struct rfk_mixture_reads64 {
 RFK_MIXTURE_TYPES64(RFK_READS64)
 #undef RFK_READS64
 
+#if defined(RFK_HAS_PERMUTE)
+/* MXFP4, whose nibbles select bytes of a table as they are: the eight magnitudes, or 0 where the sign is set. Negative
+ * weights are looked up and added up apart. So x has the order of the nibbles: those of the lower four bits of a byte,
+ * values 0 to 15, and of the upper ones in turn. */
+template <> struct rfk_mixture_reads<RF_TYPE_MXFP4> {
+    static const int VALUES = 32, ORDER = RFK_ORDER_LINEAR;
+    typedef rfk_raw loaded;
+    struct x {
+        int4 piece[2];
+        float d;
+    };
+    /* From values 16i .. 16i + 15 in the lanes of a pair to the order of nibbles. */
+    template <int WAVE> RFK_DEVICE int4 order(const int4 &q) {
+        const bool odd = threadIdx.x % 2;
+        const int first = rfk_shuffle_xor<WAVE>(odd ? q.x : q.z, 1), second = rfk_shuffle_xor<WAVE>(odd ? q.y : q.w, 1);
+        const uint32_t low[2] = {(uint32_t)(odd ? first : q.x), (uint32_t)(odd ? second : q.y)},
+                       high[2] = {(uint32_t)(odd ? q.z : first), (uint32_t)(odd ? q.w : second)};
+        int4 o;
+        o.x = (int)rfk_permute(low[0], high[0], 0x5140), o.y = (int)rfk_permute(low[0], high[0], 0x7362);
+        o.z = (int)rfk_permute(low[1], high[1], 0x5140), o.w = (int)rfk_permute(low[1], high[1], 0x7362);
+        return o;
+    }
+    template <int WAVE>
+    RFK_DEVICE void fetch(const rfk_weight &w, uint32_t row, uint32_t n_in, uint32_t u, loaded &raw) {
+        rfk_format<RF_TYPE_MXFP4>::fetch(w, 0, row * (n_in / 32) + u, raw);
+    }
+    RFK_DEVICE void load_x(const rfk_column &c, uint32_t u, x &to) {
+        to.piece[0] = c.piece[u], to.piece[1] = c.piece[c.n_fragments + u];
+        to.d = c.scale[u];
+    }
+    RFK_DEVICE float dot(const loaded &raw, const x &x, uint32_t lane, float total) {
+        const uint32_t small = rfk_in_register(0x03020100u), large = 0x0c080604u;
+        const int in[8] = {x.piece[0].x, x.piece[0].y, x.piece[0].z, x.piece[0].w,
+                           x.piece[1].x, x.piece[1].y, x.piece[1].z, x.piece[1].w};
+        int words[4], positive = RFK_DOT_START, negative = 0;
+        (void)lane;
+        rfk_words(raw.a, words);
+        RFK_UNROLL(4)
+        for (int i = 0; i < 4; i++) {
+            const uint32_t v = (uint32_t)words[i], n = v ^ 0x88888888u;
+            positive = rfk_dot4((int)rfk_permute(small, large, v), in[2 * i], positive);
+            negative = rfk_dot4((int)rfk_permute(small, large, n), in[2 * i], negative);
+            positive = rfk_dot4((int)rfk_permute(small, large, v >> 16), in[2 * i + 1], positive);
+            negative = rfk_dot4((int)rfk_permute(small, large, n >> 16), in[2 * i + 1], negative);
+        }
+        return rfk_fma(rfk_mul(rfk_mxfp4_scale(raw.c), x.d), rfk_dot_to_float(positive - negative), total);
+    }
+};
+#endif
+
 /* Pairs of fragments or units of a lane in flight: of the gate and of what it multiplies, or two of a row of down. */
 #define RFK_MIXTURE_IN_FLIGHT(TYPE) ((TYPE) == RF_TYPE_MXFP4 ? 2 : 1)
 #if defined(ROCMFORGE_HIP_EMU)
@@ -4984,16 +5116,18 @@ RFK_MIXTURE_TYPES64(RFK_READS64)
 #define RFK_MIXTURE_BLOCK 512u /* 128 on gfx906: fewer would spill */
 #endif
 
-/* Values 4i .. 4i + 3 of what the row's experts read; down: the last n_shared of all are the shared experts'. */
+/* Values 16i .. 16i + 15 of what the row's experts read; down: the last n_shared of all are the shared experts'. */
 template <bool DOWN>
 RFK_DEVICE void rfk_mixture_x(const rfk_mixture_args &a, uint32_t i, uint32_t all, float *x) {
     const uint32_t n = DOWN ? all - a.n_shared : all;
-    const float *chosen = a.e.x + (size_t)blockIdx.y * a.e.x_stride,
-                *shared = a.shared_x + (size_t)blockIdx.y * a.shared_stride;
-    const bool is_shared = DOWN && 4 * i >= n;
-    x[0] = x[1] = x[2] = x[3] = 0;
-    if (4 * i < all)
-        rfk_get4(is_shared ? shared : chosen, is_shared ? i - n / 4 : i, is_shared ? a.n_shared : n, x);
+    const float *from = a.e.x + (size_t)blockIdx.y * a.e.x_stride + 16 * i;
+    if (DOWN && 16 * i >= n) from = a.shared_x + (size_t)blockIdx.y * a.shared_stride + (16 * i - n);
+    const bool inside = 16 * i < all;
+    RFK_UNROLL(4)
+    for (uint32_t k = 0; k < 4; k++) {
+        x[4 * k] = x[4 * k + 1] = x[4 * k + 2] = x[4 * k + 3] = 0;
+        if (inside) rfk_get4(from, k, 16, x + 4 * k);
+    }
 }
 
 /* The column of `values` values. */
@@ -5010,31 +5144,20 @@ RFK_DEVICE void rfk_mixture_column(rfk_column &c, int4 *memory, uint32_t values)
     c.offset = rfk_format<TYPE>::OFFSET;
 }
 
-/* Four of them, quantized; sums of 16 and of the other 16 values of their group. All lanes of a wave take part. */
-struct rfk_mixture_quad {
-    int packed, sum, other;
-    float d;
-};
-template <int WAVE> RFK_DEVICE void rfk_mixture_quantize(const float *x, rfk_mixture_quad &to) {
-    to.packed = rfk_quantize_lane<WAVE>(x, &to.d, &to.sum);
-    to.other = rfk_shuffle_xor<WAVE>(to.sum, 4);
+/* Store the column's chunk i, and its scales: weight is 1, or that of the expert that reads it (down). */
+template <int TYPE, int WAVE>
+RFK_DEVICE void rfk_mixture_set(const rfk_column &c, uint32_t i, bool inside, const rfk_int8_chunk &chunk) {
+    typedef rfk_mixture_reads<TYPE> R;
+    uint32_t piece = i % 2, fragment = i / 2;
+    if (R::VALUES == 64) fragment = rfk_chunk_fragment(c, i, &piece);
+    const int4 q = R::template order<WAVE>(chunk.q);
+    if (inside) c.piece[piece * c.n_fragments + fragment] = q;
 }
-
-/* Store values 4i .. 4i + 3 of the column. */
-template <int TYPE, bool DOWN>
-RFK_DEVICE void rfk_mixture_set(const rfk_mixture_args &a, const rfk_mixture_shared &s, const rfk_column &c,
-                                uint32_t i, const rfk_mixture_quad &quad) {
-    float d = quad.d;
-    if (DOWN) {
-        const uint32_t k = 4 * i / a.e.n_in;
-        d = rfk_mul(d, s.weight[k < a.e.n_used ? k : a.e.n_used]);
-    }
-    uint32_t piece = i / 4 % 2, fragment = i / 8;
-    if (rfk_mixture_reads<TYPE>::VALUES == 64) {
-        fragment = rfk_chunk_fragment(c, i / 4, &piece);
-        if (i % 4 == 0) rfk_put_scale(c, i / 4, d, quad.sum, quad.sum + quad.other);
-    } else if (i % 8 == 0) c.scale[fragment] = d;
-    reinterpret_cast<int *>(c.piece + piece * c.n_fragments + fragment)[i % 4] = quad.packed;
+template <int TYPE>
+RFK_DEVICE void rfk_mixture_set_scale(const rfk_column &c, uint32_t i, const rfk_int8_chunk &chunk, float weight) {
+    const float d = rfk_mul(chunk.d, weight);
+    if (rfk_mixture_reads<TYPE>::VALUES == 64) rfk_put_scale(c, i, d, chunk.sum, chunk.sum + chunk.other);
+    else if (i % 2 == 0) c.scale[i / 2] = d;
 }
 
 /* The choices of the row and their matrices, by one wave. The shared experts' are copied apart: clang would join both
@@ -5233,18 +5356,18 @@ RFK_DEVICE void rfk_prefetch_experts(const rfk_weight *w, uint32_t n_experts) {
 
 /* grid [blocks, rows]   block up to RFK_MIXTURE_BLOCK, at least two waves   LDS 1.5 bytes a value of the column
  *   reads W once per row
- * The first wave finds the choices, the others quantize what they read meanwhile. */
+ * The first wave finds the choices, the others quantize what they read meanwhile, 16 values a lane. */
 template <int TYPE, int WAVE, bool DOWN>
 static __global__ void RFK_RESIDENT(RFK_MIXTURE_BLOCK, 1) rfk_mixture(rfk_mixture_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
     typedef rfk_mixture_reads<TYPE> R;
     const int IN_FLIGHT = RFK_MIXTURE_IN_FLIGHT(TYPE);
-    const uint32_t AT_ONCE = 4; /* loads of a thread that are on their way while the choices are found */
     RFK_SHARED(rfk_mixture_shared, s);
     RFK_DYNAMIC(int4, memory);
     const uint32_t waves = blockDim.x / WAVE, n_used = a.e.n_used, fillers = blockDim.x - WAVE,
                    thread = threadIdx.x - WAVE, values = DOWN ? n_used * a.e.n_in + a.n_shared : a.e.n_in,
-                   mine = threadIdx.x < WAVE ? 0 : values / 4; /* the first wave fills nothing */
+                   chunks = threadIdx.x < WAVE ? 0 : values / 16, /* the first wave fills nothing */
+                   reader = DOWN ? 16 * thread / a.e.n_in : 0;    /* which choice reads the thread's first chunk */
     rfk_mixture_shape shape;
     shape.n_items = DOWN ? a.e.n_out : n_used * a.e.n_out + a.n_shared;
     shape.first = blockIdx.x * waves + threadIdx.x / WAVE;
@@ -5259,15 +5382,13 @@ static __global__ void RFK_RESIDENT(RFK_MIXTURE_BLOCK, 1) rfk_mixture(rfk_mixtur
     if (!DOWN) rfk_prefetch_experts(a.w2, a.n_experts);
     const rfk_mixture_cursor begin = rfk_mixture_begin<DOWN>(a, shape);
     rfk_wait_previous();
-    rfk_mixture_quad quad[AT_ONCE];
+    float x[16];
+    rfk_int8_chunk chunk = {};
     if (threadIdx.x < WAVE) rfk_find_choices<WAVE, DOWN>(a, s);
-    else {
-        float x[AT_ONCE][4];
-        RFK_UNROLL(4)
-        for (uint32_t k = 0; k < AT_ONCE; k++) rfk_mixture_x<DOWN>(a, thread + k * fillers, values, x[k]);
-        RFK_UNROLL(4)
-        for (uint32_t k = 0; k < AT_ONCE; k++) /* whole waves */
-            if (thread - thread % WAVE + k * fillers < mine) rfk_mixture_quantize<WAVE>(x[k], quad[k]);
+    else if (thread - thread % WAVE < chunks) { /* whole waves */
+        rfk_mixture_x<DOWN>(a, thread, values, x);
+        rfk_quantize_chunk<WAVE>(x, chunk);
+        rfk_mixture_set<TYPE, WAVE>(c, thread, thread < chunks, chunk);
     }
     __syncthreads(); /* the choices and their weights */
     rfk_mixture_cursor ahead = begin;
@@ -5278,14 +5399,14 @@ static __global__ void RFK_RESIDENT(RFK_MIXTURE_BLOCK, 1) rfk_mixture(rfk_mixtur
             rfk_mixture_fetch<TYPE, WAVE, DOWN>(a, s, shape, ahead, raw[u]);
             (void)rfk_mixture_next<DOWN>(a, shape, ahead);
         }
-    RFK_UNROLL(4)
-    for (uint32_t k = 0; k < AT_ONCE; k++)
-        if (thread + k * fillers < mine) rfk_mixture_set<TYPE, DOWN>(a, s, c, thread + k * fillers, quad[k]);
-    for (uint32_t i = thread + AT_ONCE * fillers; i - i % WAVE < mine; i += fillers) {
-        float x[4];
+    if (thread < chunks)
+        rfk_mixture_set_scale<TYPE>(c, thread, chunk, DOWN ? s.weight[reader < n_used ? reader : n_used] : 1.0f);
+    for (uint32_t i = thread + fillers; i - i % WAVE < chunks; i += fillers) {
+        const uint32_t k = 16 * i / a.e.n_in;
         rfk_mixture_x<DOWN>(a, i, values, x);
-        rfk_mixture_quantize<WAVE>(x, quad[0]);
-        if (i < mine) rfk_mixture_set<TYPE, DOWN>(a, s, c, i, quad[0]);
+        rfk_quantize_chunk<WAVE>(x, chunk);
+        rfk_mixture_set<TYPE, WAVE>(c, i, i < chunks, chunk);
+        if (i < chunks) rfk_mixture_set_scale<TYPE>(c, i, chunk, DOWN ? s.weight[k < n_used ? k : n_used] : 1.0f);
     }
     __syncthreads();
     rfk_mixture_items<TYPE, WAVE, DOWN>(a, s, shape, c, raw, begin, ahead);
