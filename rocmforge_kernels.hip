@@ -2493,12 +2493,51 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_route(rfk_route
     rfk_route_weights<WAVE>(s.weight, a, out + a.n_used);
 }
 
-/* The same for a row without groups, by one wave of a block: ids and weights to shared memory. Scores are compared as
- * integers: of two floats the larger one has the larger key, NaN has 1, what is taken or not there 0. A lane has N
- * experts. Called: one copy for all kernels. */
+/* What logits become before softmax's sum divides them. No branch divides the values: their latencies overlap. */
+template <int N> RFK_DEVICE void rfk_route_values(uint32_t flags, float *x, float top) {
+    if (flags & RF_OP_CHOSEN) return;
+    if (flags & RF_OP_SQRT_SOFTPLUS) {
+        RFK_UNROLL(8)
+        for (int j = 0; j < N; j++) x[j] = rfk_sqrt_softplus(x[j]);
+        return;
+    }
+    const bool sigmoid = (flags & RF_OP_SIGMOID) != 0;
+    RFK_UNROLL(8)
+    for (int j = 0; j < N; j++) x[j] = expf(sigmoid ? -x[j] : x[j] - top);
+    if (!sigmoid) return;
+    RFK_UNROLL(8)
+    for (int j = 0; j < N; j++) x[j] = 1.0f / (1.0f + x[j]);
+}
+
+/* x / y, by 1 / y: the rounded quotient (Markstein) unless it is nearly denormal. */
+RFK_DEVICE float rfk_divide(float x, float y, float inverse) {
+#if defined(ROCMFORGE_HIP_EMU) /* its rfk_fma rounds twice */
+    (void)inverse;
+    return x / y;
+#else
+    const float q = rfk_mul(x, inverse);
+    return fmaf(fmaf(-q, y, x), inverse, q);
+#endif
+}
+
+/* Sum over lanes 0 to 15, in this order. */
+template <int WAVE> RFK_DEVICE float rfk_first_lanes(float x) {
+    float sum = 0;
+    RFK_UNROLL(16)
+    for (uint32_t k = 0; k < 16; k++) sum += rfk_shuffle<WAVE>(x, k);
+    return sum;
+}
+
+/* The same for a row without groups, by one wave of a block: lane k gets the k-th of up to 16 choices. Scores are
+ * compared as integers: of two floats the larger one has the larger key, NaN has 1, what is taken or not there 0. A lane
+ * has N experts.   values: room for WAVE * N floats in shared memory. Called: one copy for all uses in a kernel. */
 #define RFK_CHOOSE_FROM 256u /* experts, at most */
+struct rfk_chosen {
+    uint32_t id;
+    float weight;
+};
 template <int WAVE, int N>
-RFK_CALLED void rfk_choose_of(rfk_route_args a, uint32_t row, uint32_t *ids, float *weights) {
+RFK_CALLED rfk_chosen rfk_choose_of(rfk_route_args a, uint32_t row, float *values) {
     const float *logits = a.logits + (size_t)row * a.in_stride;
     const uint32_t lane = threadIdx.x % WAVE;
     const bool softmax = !(a.flags & (RF_OP_SIGMOID | RF_OP_SQRT_SOFTPLUS | RF_OP_CHOSEN));
@@ -2518,15 +2557,14 @@ RFK_CALLED void rfk_choose_of(rfk_route_args a, uint32_t row, uint32_t *ids, flo
     RFK_UNROLL(8)
     for (int j = 0; j < N; j++) top = p[j] > top ? p[j] : top;
     if (softmax) top = rfk_wave_max<WAVE>(top);
-    RFK_UNROLL(8)
-    for (int j = 0; j < N; j++) {
-        p[j] = rfk_route_value(a.flags, p[j], top);
-        if (lane + (uint32_t)j * WAVE < a.n_experts) sum += p[j];
-    }
+    rfk_route_values<N>(a.flags, p, top);
     if (softmax) {
-        sum = rfk_wave_sum<WAVE>(sum);
         RFK_UNROLL(8)
-        for (int j = 0; j < N; j++) p[j] /= sum;
+        for (int j = 0; j < N; j++) sum += lane + (uint32_t)j * WAVE < a.n_experts ? p[j] : 0.0f;
+        sum = rfk_wave_sum<WAVE>(sum);
+        const float inverse = 1.0f / sum;
+        RFK_UNROLL(8)
+        for (int j = 0; j < N; j++) p[j] = rfk_divide(p[j], sum, inverse);
     }
     RFK_UNROLL(8)
     for (int j = 0; j < N; j++) {
@@ -2534,31 +2572,43 @@ RFK_CALLED void rfk_choose_of(rfk_route_args a, uint32_t row, uint32_t *ids, flo
         const uint32_t bits = rfk_as_bits(score);
         key[j] = score != score ? 1u : bits >> 31 ? ~bits : bits | 0x80000000u;
         if (lane + (uint32_t)j * WAVE >= a.n_experts) key[j] = 0;
+        values[lane + (uint32_t)j * WAVE] = p[j];
     }
+    rfk_chosen own = {0, 0};
     RFK_UNROLL(1)
     for (uint32_t k = 0; k < a.n_used; k++) {
-        uint32_t best = 0, id = 0xffffffffu;
-        float weight = 0;
+        uint32_t best = key[0], slot = 0;
+        RFK_UNROLL(8)
+        for (int j = 1; j < N; j++)
+            if (key[j] > best) best = key[j], slot = (uint32_t)j;
+        const uint32_t id = best == rfk_wave_max<WAVE>(best) ? lane + slot * WAVE : RF_NONE,
+                       chosen = ~rfk_wave_max<WAVE>(~id); /* the smallest one among equals */
         RFK_UNROLL(8)
         for (int j = 0; j < N; j++)
-            if (key[j] > best) best = key[j], id = lane + (uint32_t)j * WAVE, weight = p[j];
-        if (best != rfk_wave_max<WAVE>(best)) id = 0xffffffffu;
-        const uint32_t chosen = ~rfk_wave_max<WAVE>(~id); /* the smallest one among equals */
-        RFK_UNROLL(8)
-        for (int j = 0; j < N; j++)
-            if (lane + (uint32_t)j * WAVE == chosen) key[j] = 0;
-        if (id == chosen) ids[k] = chosen, weights[k] = weight;
+            if (chosen - lane == (uint32_t)j * WAVE) key[j] = 0;
+        if (lane == k) own.id = chosen;
     }
     rfk_sync_lanes<WAVE>();
-    rfk_route_weights<WAVE>(weights, a, weights);
+    const bool inside = lane < a.n_used;
+    own.weight = inside ? values[own.id] : 0.0f;
+    if (a.flags & RF_OP_CHOSEN) {
+        top = rfk_wave_max<WAVE>(inside ? own.weight : -INFINITY);
+        own.weight = inside ? expf(own.weight - top) : 0.0f;
+        own.weight /= rfk_first_lanes<WAVE>(own.weight);
+    }
+    sum = rfk_first_lanes<WAVE>(own.weight);
+    if (!(sum > 6.103515625e-5f)) sum = 6.103515625e-5f;
+    if (a.flags & RF_OP_NORMALIZE) own.weight /= sum;
+    if (a.scale != 0) own.weight *= a.scale;
+    return own;
 }
 template <int WAVE>
-RFK_DEVICE void rfk_choose(const rfk_route_args &a, uint32_t row, uint32_t *ids, float *weights) {
+RFK_DEVICE rfk_chosen rfk_choose(const rfk_route_args &a, uint32_t row, float *values) {
 #if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU) /* elsewhere each would be inlined */
-    if (a.n_experts <= (uint32_t)WAVE) return rfk_choose_of<WAVE, 1>(a, row, ids, weights);
-    if (a.n_experts <= 128) return rfk_choose_of<WAVE, 128 / WAVE>(a, row, ids, weights);
+    if (a.n_experts <= (uint32_t)WAVE) return rfk_choose_of<WAVE, 1>(a, row, values);
+    if (a.n_experts <= 128) return rfk_choose_of<WAVE, 128 / WAVE>(a, row, values);
 #endif
-    rfk_choose_of<WAVE, RFK_CHOOSE_FROM / WAVE>(a, row, ids, weights);
+    return rfk_choose_of<WAVE, RFK_CHOOSE_FROM / WAVE>(a, row, values);
 }
 
 /* out (+)= scale * sum over the chosen experts of weight * in, in order of choice.
@@ -4138,8 +4188,9 @@ RFK_DEVICE void rfk_quantize_column(const rfk_fused_args &a, const rfk_column &c
     const uint32_t n = a.n_in / 4;
     RFK_UNROLL(1)
     for (uint32_t first = 0; first < n; first += threads) {
-        uint32_t i = first + threadIdx.x;
-        bool inside = i < n;
+        const uint32_t i = first + threadIdx.x;
+        const bool inside = i < n;
+        if (i - threadIdx.x % WAVE >= n) break; /* the whole wave */
         float4 own = {0, 0, 0, 0};
         if (inside) own = reinterpret_cast<const float4 *>(a.x)[i];
         if (first) rfk_norm_weights(a, i, weight);
@@ -4996,6 +5047,7 @@ struct rfk_mixture_shared {
     rfk_weight w[2][RFK_MIXTURE_CHOICES]; /* of the choices */
     uint32_t id[RFK_MIXTURE_CHOICES];
     float weight[RFK_MIXTURE_CHOICES];    /* down: of a choice in the sum */
+    float values[RFK_CHOOSE_FROM];        /* rfk_choose */
     float factor[2][RFK_MIXTURE_CHOICES]; /* of the products; NaN: an expert that is not loaded must not go unnoticed */
 };
 
@@ -5170,28 +5222,28 @@ template <int WAVE, bool DOWN> RFK_DEVICE void rfk_find_choices(const rfk_mixtur
         s.weight[n_used] =
             a.shared_scale * (a.share ? 1.0f / (1.0f + expf(-a.share[(size_t)blockIdx.y * a.share_stride])) : 1.0f);
     }
-    if (!DOWN && a.choose.logits) {
-        rfk_choose<WAVE>(a.choose, blockIdx.y, s.id, s.weight);
-    } else if (k < n_used) {
-        const float *route = a.e.route + (size_t)blockIdx.y * a.e.route_stride;
-        s.id[k] = reinterpret_cast<const uint32_t *>(route)[k];
-        s.weight[k] = route[n_used + k];
-    }
+    rfk_chosen own = {0, 0};
+    if (!DOWN && a.choose.logits) own = rfk_choose<WAVE>(a.choose, blockIdx.y, s.values);
     if (k >= n_used) return;
-    const uint32_t id = s.id[k];
+    if (DOWN || !a.choose.logits) {
+        const float *route = a.e.route + (size_t)blockIdx.y * a.e.route_stride;
+        own.id = reinterpret_cast<const uint32_t *>(route)[k];
+        own.weight = route[n_used + k];
+    }
+    const uint32_t id = own.id;
+    s.id[k] = id;
     s.w[0][k] = a.e.w[id];
     if (!DOWN) s.w[1][k] = a.w2[id];
     float factor = a.e.factor ? rfk_load_any(a.e.factor, a.e.factor_type, id) : 1.0f;
     if (!DOWN && a.choose.logits && blockIdx.x == 0) {
         float *out = a.choose.out + (size_t)blockIdx.y * a.choose.out_stride;
         reinterpret_cast<uint32_t *>(out)[k] = id;
-        out[n_used + k] = s.weight[k];
+        out[n_used + k] = own.weight;
     }
     s.factor[0][k] = s.w[0][k].plane[0] ? factor : NAN;
     if (DOWN) {
-        s.weight[k] *= a.scale;
-        s.factor[1][k] = s.weight[k]; /* of the bias */
-        s.weight[k] *= s.factor[0][k];
+        s.factor[1][k] = own.weight * a.scale; /* of the bias */
+        s.weight[k] = s.factor[1][k] * s.factor[0][k];
         return;
     }
     factor = a.factor2 ? rfk_load_any(a.factor2, a.factor2_type, id) : 1.0f;
