@@ -3536,7 +3536,7 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_matvec_float(rfk_
 
 /* ---- router ----
  * A decode step's norm and the products of its result with few rows of floats, such as a router's: a row a block, which
- * norms the input itself; the first one stores it.   grid [rows of all products, rows]
+ * norms the input itself; each stores a part of it.   grid [rows of all products, rows]
  * block: 256, or fewer waves where a row has fewer than 1024 values */
 #define RFK_NORM_DOTS_ROWS 1024u /* of all products, at most */
 struct rfk_norm_dots_args {
@@ -3584,8 +3584,7 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_norm_dots(
     sum = rfk_block_sum<WAVE>(s, 1, sum, blockDim.x);
     const float scale = 1.0f / sqrtf(squares / (float)n + a.eps);
     if (threadIdx.x == 0) rfk_put(p, row, blockIdx.y, sum * scale);
-    if (blockIdx.x != 0) return;
-    for (uint32_t i = threadIdx.x; i < n / 4; i += RFK_BLOCK) {
+    for (uint32_t i = blockIdx.x + gridDim.x * threadIdx.x; i < n / 4; i += gridDim.x * blockDim.x) {
         rfk_get4(in, i, n, x);
         rfk_load_any4(a.norm, a.norm_type, 0, i, n, norm);
         for (int k = 0; k < 4; k++) x[k] *= scale * norm[k];
@@ -5196,15 +5195,21 @@ RFK_DEVICE void rfk_mixture_column(rfk_column &c, int4 *memory, uint32_t values)
     c.offset = rfk_format<TYPE>::OFFSET;
 }
 
-/* Store the column's chunk i, and its scales: weight is 1, or that of the expert that reads it (down). */
-template <int TYPE, int WAVE>
-RFK_DEVICE void rfk_mixture_set(const rfk_column &c, uint32_t i, bool inside, const rfk_int8_chunk &chunk) {
+/* Quantize the column's chunk i and store it. All lanes of a wave take part. */
+template <int TYPE, int WAVE, bool DOWN>
+RFK_DEVICE void rfk_mixture_fill(const rfk_mixture_args &a, const rfk_column &c, uint32_t i, uint32_t values,
+                                 rfk_int8_chunk &chunk) {
     typedef rfk_mixture_reads<TYPE> R;
     uint32_t piece = i % 2, fragment = i / 2;
+    float x[16];
+    rfk_mixture_x<DOWN>(a, i, values, x);
+    rfk_quantize_chunk<WAVE>(x, chunk);
     if (R::VALUES == 64) fragment = rfk_chunk_fragment(c, i, &piece);
     const int4 q = R::template order<WAVE>(chunk.q);
-    if (inside) c.piece[piece * c.n_fragments + fragment] = q;
+    if (16 * i < values) c.piece[piece * c.n_fragments + fragment] = q;
 }
+
+/* Store its scales. weight: 1, or that of the choice that reads it (down). */
 template <int TYPE>
 RFK_DEVICE void rfk_mixture_set_scale(const rfk_column &c, uint32_t i, const rfk_int8_chunk &chunk, float weight) {
     const float d = rfk_mul(chunk.d, weight);
@@ -5434,15 +5439,19 @@ static __global__ void RFK_RESIDENT(RFK_MIXTURE_BLOCK, 1) rfk_mixture(rfk_mixtur
     if (!DOWN) rfk_prefetch_experts(a.w2, a.n_experts);
     const rfk_mixture_cursor begin = rfk_mixture_begin<DOWN>(a, shape);
     rfk_wait_previous();
-    float x[16];
     rfk_int8_chunk chunk = {};
     if (threadIdx.x < WAVE) rfk_find_choices<WAVE, DOWN>(a, s);
-    else if (thread - thread % WAVE < chunks) { /* whole waves */
-        rfk_mixture_x<DOWN>(a, thread, values, x);
-        rfk_quantize_chunk<WAVE>(x, chunk);
-        rfk_mixture_set<TYPE, WAVE>(c, thread, thread < chunks, chunk);
+    for (uint32_t i = thread; !DOWN && i - i % WAVE < chunks; i += fillers) {
+        rfk_mixture_fill<TYPE, WAVE, DOWN>(a, c, i, values, chunk);
+        if (i < chunks) rfk_mixture_set_scale<TYPE>(c, i, chunk, 1.0f);
     }
-    __syncthreads(); /* the choices and their weights */
+    if (DOWN && thread - thread % WAVE < chunks) rfk_mixture_fill<TYPE, WAVE, DOWN>(a, c, thread, values, chunk);
+    __syncthreads(); /* the choices and their weights; gate and up: the column */
+    for (uint32_t i = thread; DOWN && i - i % WAVE < chunks; i += fillers) {
+        const uint32_t k = i == thread ? reader : 16 * i / a.e.n_in;
+        if (i != thread) rfk_mixture_fill<TYPE, WAVE, DOWN>(a, c, i, values, chunk);
+        if (i < chunks) rfk_mixture_set_scale<TYPE>(c, i, chunk, s.weight[k < n_used ? k : n_used]);
+    }
     rfk_mixture_cursor ahead = begin;
     typename R::loaded raw[IN_FLIGHT][2];
     RFK_UNROLL(4)
@@ -5451,16 +5460,7 @@ static __global__ void RFK_RESIDENT(RFK_MIXTURE_BLOCK, 1) rfk_mixture(rfk_mixtur
             rfk_mixture_fetch<TYPE, WAVE, DOWN>(a, s, shape, ahead, raw[u]);
             (void)rfk_mixture_next<DOWN>(a, shape, ahead);
         }
-    if (thread < chunks)
-        rfk_mixture_set_scale<TYPE>(c, thread, chunk, DOWN ? s.weight[reader < n_used ? reader : n_used] : 1.0f);
-    for (uint32_t i = thread + fillers; i - i % WAVE < chunks; i += fillers) {
-        const uint32_t k = 16 * i / a.e.n_in;
-        rfk_mixture_x<DOWN>(a, i, values, x);
-        rfk_quantize_chunk<WAVE>(x, chunk);
-        rfk_mixture_set<TYPE, WAVE>(c, i, i < chunks, chunk);
-        if (i < chunks) rfk_mixture_set_scale<TYPE>(c, i, chunk, DOWN ? s.weight[k < n_used ? k : n_used] : 1.0f);
-    }
-    __syncthreads();
+    if (DOWN) __syncthreads();
     rfk_mixture_items<TYPE, WAVE, DOWN>(a, s, shape, c, raw, begin, ahead);
 }
 
