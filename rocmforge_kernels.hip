@@ -717,7 +717,6 @@ RFK_DEVICE uint32_t rfk_permute(uint32_t x, uint32_t y, uint32_t selectors) {
     return out;
 #endif
 }
-#endif
 
 /* A constant that stays in a register: ptxas would move it there for each instruction that wants it in one. No block is
  * two threads deep. */
@@ -728,6 +727,7 @@ RFK_DEVICE uint32_t rfk_in_register(uint32_t constant) {
     return constant;
 #endif
 }
+#endif
 
 /* Look up the eight nibbles: the low nibble of each byte, and the high one. */
 RFK_DEVICE void rfk_look_up(const rfk_codebook &c, int nibbles, int *low, int *high) {
