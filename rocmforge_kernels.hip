@@ -2509,28 +2509,11 @@ template <int N> RFK_DEVICE void rfk_route_values(uint32_t flags, float *x, floa
     for (int j = 0; j < N; j++) x[j] = 1.0f / (1.0f + x[j]);
 }
 
-/* x / y, by 1 / y: the rounded quotient (Markstein) unless it is nearly denormal. */
-RFK_DEVICE float rfk_divide(float x, float y, float inverse) {
-#if defined(ROCMFORGE_HIP_EMU) /* its rfk_fma rounds twice */
-    (void)inverse;
-    return x / y;
-#else
-    const float q = rfk_mul(x, inverse);
-    return fmaf(fmaf(-q, y, x), inverse, q);
-#endif
-}
-
-/* Sum over lanes 0 to 15, in this order. */
-template <int WAVE> RFK_DEVICE float rfk_first_lanes(float x) {
-    float sum = 0;
-    RFK_UNROLL(16)
-    for (uint32_t k = 0; k < 16; k++) sum += rfk_shuffle<WAVE>(x, k);
-    return sum;
-}
-
-/* The same for a row without groups, by one wave of a block: lane k gets the k-th of up to 16 choices. Scores are
- * compared as integers: of two floats the larger one has the larger key, NaN has 1, what is taken or not there 0. A lane
- * has N experts.   values: room for WAVE * N floats in shared memory. Called: one copy for all uses in a kernel. */
+/* The same for a row without groups, by one wave of a block: lane k gets the k-th of a.n_used <= WAVE choices. Other
+ * blocks wait for it, so it runs few instructions: the softmax of all experts is left out where the chosen ones'
+ * weights are divided by their sum, which cancels it. Scores are compared as integers: of two floats the larger one has
+ * the larger key, NaN has 1, what is taken or not there 0. A lane has N experts.
+ *   values: room for WAVE * N floats in shared memory. Called: one copy for all uses in a kernel. */
 #define RFK_CHOOSE_FROM 256u /* experts, at most */
 struct rfk_chosen {
     uint32_t id;
@@ -2540,8 +2523,10 @@ template <int WAVE, int N>
 RFK_CALLED rfk_chosen rfk_choose_of(rfk_route_args a, uint32_t row, float *values) {
     const float *logits = a.logits + (size_t)row * a.in_stride;
     const uint32_t lane = threadIdx.x % WAVE;
-    const bool softmax = !(a.flags & (RF_OP_SIGMOID | RF_OP_SQRT_SOFTPLUS | RF_OP_CHOSEN));
-    float p[N], bias[N], top = -INFINITY, sum = 0;
+    const bool normalize = (a.flags & RF_OP_NORMALIZE) != 0, inside = lane < a.n_used,
+               softmax = !(a.flags & (RF_OP_SIGMOID | RF_OP_SQRT_SOFTPLUS | RF_OP_CHOSEN)),
+               late = (a.flags & RF_OP_CHOSEN) || (softmax && normalize && !a.bias); /* softmax of the chosen alone */
+    float p[N], bias[N];
     uint32_t key[N];
     RFK_UNROLL(8)
     for (int j = 0; j < N; j++) { /* without branches, so that all loads are on their way at once */
@@ -2554,17 +2539,19 @@ RFK_CALLED rfk_chosen rfk_choose_of(rfk_route_args a, uint32_t row, float *value
         const uint32_t i = lane + (uint32_t)j * WAVE;
         bias[j] = rfk_load_any(a.bias, a.bias_type, i < a.n_experts ? i : a.n_experts - 1);
     }
-    RFK_UNROLL(8)
-    for (int j = 0; j < N; j++) top = p[j] > top ? p[j] : top;
-    if (softmax) top = rfk_wave_max<WAVE>(top);
-    rfk_route_values<N>(a.flags, p, top);
-    if (softmax) {
+    if (!late) {
+        float top = -INFINITY, sum = 0;
+        RFK_UNROLL(8)
+        for (int j = 0; j < N; j++) top = p[j] > top ? p[j] : top;
+        if (softmax) top = rfk_wave_max<WAVE>(top);
+        rfk_route_values<N>(a.flags, p, top);
         RFK_UNROLL(8)
         for (int j = 0; j < N; j++) sum += lane + (uint32_t)j * WAVE < a.n_experts ? p[j] : 0.0f;
-        sum = rfk_wave_sum<WAVE>(sum);
-        const float inverse = 1.0f / sum;
-        RFK_UNROLL(8)
-        for (int j = 0; j < N; j++) p[j] = rfk_divide(p[j], sum, inverse);
+        if (softmax) {
+            sum = rfk_wave_sum<WAVE>(sum);
+            RFK_UNROLL(8)
+            for (int j = 0; j < N; j++) p[j] = p[j] / sum;
+        }
     }
     RFK_UNROLL(8)
     for (int j = 0; j < N; j++) {
@@ -2589,16 +2576,15 @@ RFK_CALLED rfk_chosen rfk_choose_of(rfk_route_args a, uint32_t row, float *value
         if (lane == k) own.id = chosen;
     }
     rfk_sync_lanes<WAVE>();
-    const bool inside = lane < a.n_used;
     own.weight = inside ? values[own.id] : 0.0f;
-    if (a.flags & RF_OP_CHOSEN) {
-        top = rfk_wave_max<WAVE>(inside ? own.weight : -INFINITY);
+    if (late) {
+        const float top = rfk_wave_max<WAVE>(inside ? own.weight : -INFINITY);
         own.weight = inside ? expf(own.weight - top) : 0.0f;
-        own.weight /= rfk_first_lanes<WAVE>(own.weight);
     }
-    sum = rfk_first_lanes<WAVE>(own.weight);
-    if (!(sum > 6.103515625e-5f)) sum = 6.103515625e-5f;
-    if (a.flags & RF_OP_NORMALIZE) own.weight /= sum;
+    if (late || normalize) {
+        const float sum = rfk_wave_sum<WAVE>(own.weight);
+        own.weight /= sum > 6.103515625e-5f ? sum : 6.103515625e-5f;
+    }
     if (a.scale != 0) own.weight *= a.scale;
     return own;
 }
@@ -5217,9 +5203,18 @@ RFK_DEVICE void rfk_mixture_set_scale(const rfk_column &c, uint32_t i, const rfk
     else if (i % 2 == 0) c.scale[i / 2] = d;
 }
 
+/* Copy what a type's loads need of a matrix's description. */
+template <int TYPE> RFK_DEVICE void rfk_copy_weight(rfk_weight &to, const rfk_weight &from) {
+    const uint32_t planes = TYPE == RF_TYPE_Q4_K || TYPE == RF_TYPE_Q5_K ? 1 : TYPE == RF_TYPE_MXFP4 ? 2 : 4;
+    RFK_UNROLL(4)
+    for (uint32_t i = 0; i < planes; i++) to.plane[i] = from.plane[i];
+    if (TYPE >= RFK_OTHER32) to.type = from.type;
+}
+
 /* The choices of the row and their matrices, by one wave. The shared experts' are copied apart: clang would join both
  * copies to one, which reads the kernel's arguments from private memory. */
-template <int WAVE, bool DOWN> RFK_DEVICE void rfk_find_choices(const rfk_mixture_args &a, rfk_mixture_shared &s) {
+template <int TYPE, int WAVE, bool DOWN>
+RFK_DEVICE void rfk_find_choices(const rfk_mixture_args &a, rfk_mixture_shared &s) {
     const uint32_t k = threadIdx.x % WAVE, n_used = a.e.n_used;
     if (k == 0 && a.n_shared) {
         s.w[0][n_used] = a.shared[0], s.w[1][n_used] = a.shared[1];
@@ -5237,8 +5232,8 @@ template <int WAVE, bool DOWN> RFK_DEVICE void rfk_find_choices(const rfk_mixtur
     }
     const uint32_t id = own.id;
     s.id[k] = id;
-    s.w[0][k] = a.e.w[id];
-    if (!DOWN) s.w[1][k] = a.w2[id];
+    rfk_copy_weight<TYPE>(s.w[0][k], a.e.w[id]);
+    if (!DOWN) rfk_copy_weight<TYPE>(s.w[1][k], a.w2[id]);
     float factor = a.e.factor ? rfk_load_any(a.e.factor, a.e.factor_type, id) : 1.0f;
     if (!DOWN && a.choose.logits && blockIdx.x == 0) {
         float *out = a.choose.out + (size_t)blockIdx.y * a.choose.out_stride;
@@ -5440,7 +5435,7 @@ static __global__ void RFK_RESIDENT(RFK_MIXTURE_BLOCK, 1) rfk_mixture(rfk_mixtur
     const rfk_mixture_cursor begin = rfk_mixture_begin<DOWN>(a, shape);
     rfk_wait_previous();
     rfk_int8_chunk chunk = {};
-    if (threadIdx.x < WAVE) rfk_find_choices<WAVE, DOWN>(a, s);
+    if (threadIdx.x < WAVE) rfk_find_choices<TYPE, WAVE, DOWN>(a, s);
     for (uint32_t i = thread; !DOWN && i - i % WAVE < chunks; i += fillers) {
         rfk_mixture_fill<TYPE, WAVE, DOWN>(a, c, i, values, chunk);
         if (i < chunks) rfk_mixture_set_scale<TYPE>(c, i, chunk, 1.0f);
