@@ -2374,7 +2374,6 @@ struct rfk_route_args {
 /* What a logit becomes before softmax's sum divides it. */
 RFK_CALLED float rfk_sqrt_softplus(float x) { return sqrtf(x > 20.0f ? x : log1pf(expf(x))); }
 RFK_DEVICE float rfk_route_value(uint32_t flags, float x, float top) {
-    if (flags & RF_OP_CHOSEN) return x;
     if (flags & RF_OP_SQRT_SOFTPLUS) return rfk_sqrt_softplus(x);
     const bool sigmoid = (flags & RF_OP_SIGMOID) != 0;
     const float v = expf(sigmoid ? -x : x - top); /* one copy of it: kernels have many */
@@ -2431,30 +2430,34 @@ template <int WAVE> RFK_DEVICE void rfk_route_groups(rfk_route_shared &s, const 
     for (uint32_t i = threadIdx.x; i < a.n_experts; i += WAVE) s.taken[i] = !s.out[i / size];
     __syncthreads();
 }
-/* The weights of the chosen experts, or their softmax, normalized and scaled as the op says, a lane each, by one wave.
- * `chosen` is overwritten. */
-template <int WAVE> RFK_DEVICE void rfk_route_weights(float *chosen, const rfk_route_args &a, float *weights) {
+/* Whether weights are the softmax of the chosen experts' logits alone. Where the weights of a softmax of all are divided
+ * by their sum, that is the same: the others cancel. */
+RFK_DEVICE bool rfk_route_is_late(const rfk_route_args &a) {
+    if (a.flags & (RF_OP_SIGMOID | RF_OP_SQRT_SOFTPLUS)) return false;
+    return (a.flags & RF_OP_CHOSEN) || ((a.flags & RF_OP_NORMALIZE) && !a.bias && !a.fixed && a.n_groups <= 1);
+}
+/* Whether a logit makes every weight NaN, as in a softmax of all. */
+RFK_DEVICE uint32_t rfk_route_is_lost(const rfk_route_args &a, float x) {
+    return !(a.flags & (RF_OP_SIGMOID | RF_OP_SQRT_SOFTPLUS | RF_OP_CHOSEN)) && !(x < INFINITY);
+}
+/* x, which is to be divided by a sum. */
+RFK_DEVICE float rfk_route_divide(float x, float sum) { return x / (sum > 6.103515625e-5f ? sum : 6.103515625e-5f); }
+/* From what rfk_route_value made of the chosen experts' logits to their weights, a lane each, by one wave. */
+template <int WAVE>
+RFK_DEVICE void rfk_route_weights(float *chosen, const rfk_route_args &a, bool late, float *weights) {
     float top = -INFINITY, sum = 0;
     const uint32_t lane = threadIdx.x % WAVE;
-    if (a.flags & RF_OP_CHOSEN) {
-        for (uint32_t k = 0; k < a.n_used; k++) top = chosen[k] > top ? chosen[k] : top;
-        rfk_sync_lanes<WAVE>();
-        for (uint32_t k = lane; k < a.n_used; k += WAVE) chosen[k] = expf(chosen[k] - top);
-        rfk_sync_lanes<WAVE>();
-        for (uint32_t k = 0; k < a.n_used; k++) sum += chosen[k];
-        rfk_sync_lanes<WAVE>();
-        for (uint32_t k = lane; k < a.n_used; k += WAVE) chosen[k] /= sum;
-        rfk_sync_lanes<WAVE>();
-    }
-    sum = 0;
-    for (uint32_t k = 0; k < a.n_used; k++) sum += chosen[k];
-    if (!(sum > 6.103515625e-5f)) sum = 6.103515625e-5f;
-    rfk_sync_lanes<WAVE>();
+    for (uint32_t k = lane; k < a.n_used; k += WAVE) top = chosen[k] > top ? chosen[k] : top;
+    if (late) top = rfk_wave_max<WAVE>(top);
     for (uint32_t k = lane; k < a.n_used; k += WAVE) {
-        float weight = a.flags & RF_OP_NORMALIZE ? chosen[k] / sum : chosen[k];
+        if (late) chosen[k] = expf(chosen[k] - top);
+        sum += chosen[k];
+    }
+    sum = rfk_wave_sum<WAVE>(sum);
+    for (uint32_t k = lane; k < a.n_used; k += WAVE) {
+        const float weight = late || (a.flags & RF_OP_NORMALIZE) ? rfk_route_divide(chosen[k], sum) : chosen[k];
         weights[k] = a.scale != 0 ? weight * a.scale : weight;
     }
-    rfk_sync_lanes<WAVE>();
 }
 template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_route(rfk_route_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
@@ -2462,11 +2465,16 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_route(rfk_route
     RFK_SHARED(rfk_route_shared, s);
     const float *in = a.logits + (size_t)blockIdx.x * a.in_stride;
     float *out = a.out + (size_t)blockIdx.x * a.out_stride, top = -INFINITY, sum = 0;
-    const bool softmax = !(a.flags & (RF_OP_SIGMOID | RF_OP_SQRT_SOFTPLUS | RF_OP_CHOSEN));
-    for (uint32_t i = threadIdx.x; i < a.n_experts; i += WAVE) top = in[i] > top ? in[i] : top;
-    top = rfk_wave_max<WAVE>(top);
+    const bool late = rfk_route_is_late(a), softmax = !late && !(a.flags & (RF_OP_SIGMOID | RF_OP_SQRT_SOFTPLUS));
+    uint32_t lost = 0;
     for (uint32_t i = threadIdx.x; i < a.n_experts; i += WAVE) {
-        s.p[i] = rfk_route_value(a.flags, in[i], top);
+        top = in[i] > top ? in[i] : top;
+        lost |= rfk_route_is_lost(a, in[i]);
+    }
+    top = rfk_wave_max<WAVE>(top);
+    lost = rfk_wave_max<WAVE>(lost);
+    for (uint32_t i = threadIdx.x; i < a.n_experts; i += WAVE) {
+        s.p[i] = lost ? NAN : late ? in[i] : rfk_route_value(a.flags, in[i], top);
         sum += s.p[i];
     }
     sum = rfk_wave_sum<WAVE>(sum);
@@ -2490,12 +2498,11 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_route(rfk_route
         }
         __syncthreads();
     }
-    rfk_route_weights<WAVE>(s.weight, a, out + a.n_used);
+    rfk_route_weights<WAVE>(s.weight, a, late, out + a.n_used);
 }
 
-/* What logits become before softmax's sum divides them. No branch divides the values: their latencies overlap. */
+/* rfk_route_value of N logits. No branch divides the values: their latencies overlap. */
 template <int N> RFK_DEVICE void rfk_route_values(uint32_t flags, float *x, float top) {
-    if (flags & RF_OP_CHOSEN) return;
     if (flags & RF_OP_SQRT_SOFTPLUS) {
         RFK_UNROLL(8)
         for (int j = 0; j < N; j++) x[j] = rfk_sqrt_softplus(x[j]);
@@ -2509,10 +2516,9 @@ template <int N> RFK_DEVICE void rfk_route_values(uint32_t flags, float *x, floa
     for (int j = 0; j < N; j++) x[j] = 1.0f / (1.0f + x[j]);
 }
 
-/* The same for a row without groups, by one wave of a block: lane k gets the k-th of a.n_used <= WAVE choices. Other
- * blocks wait for it, so it runs few instructions: the softmax of all experts is left out where the chosen ones'
- * weights are divided by their sum, which cancels it. Scores are compared as integers: of two floats the larger one has
- * the larger key, NaN has 1, what is taken or not there 0. A lane has N experts.
+/* rfk_route of a row without groups, by one wave of a block: lane k gets the k-th of a.n_used <= WAVE choices. Scores are
+ * compared as integers: of two floats the larger one has the larger key, NaN has 1, what is taken or not there 0. A lane
+ * has N experts.
  *   values: room for WAVE * N floats in shared memory. Called: one copy for all uses in a kernel. */
 #define RFK_CHOOSE_FROM 256u /* experts, at most */
 struct rfk_chosen {
@@ -2523,11 +2529,10 @@ template <int WAVE, int N>
 RFK_CALLED rfk_chosen rfk_choose_of(rfk_route_args a, uint32_t row, float *values) {
     const float *logits = a.logits + (size_t)row * a.in_stride;
     const uint32_t lane = threadIdx.x % WAVE;
-    const bool normalize = (a.flags & RF_OP_NORMALIZE) != 0, inside = lane < a.n_used,
-               softmax = !(a.flags & (RF_OP_SIGMOID | RF_OP_SQRT_SOFTPLUS | RF_OP_CHOSEN)),
-               late = (a.flags & RF_OP_CHOSEN) || (softmax && normalize && !a.bias); /* softmax of the chosen alone */
+    const bool inside = lane < a.n_used, late = rfk_route_is_late(a),
+               softmax = !late && !(a.flags & (RF_OP_SIGMOID | RF_OP_SQRT_SOFTPLUS));
     float p[N], bias[N];
-    uint32_t key[N];
+    uint32_t key[N], lost = 0;
     RFK_UNROLL(8)
     for (int j = 0; j < N; j++) { /* without branches, so that all loads are on their way at once */
         const uint32_t i = lane + (uint32_t)j * WAVE;
@@ -2539,6 +2544,9 @@ RFK_CALLED rfk_chosen rfk_choose_of(rfk_route_args a, uint32_t row, float *value
         const uint32_t i = lane + (uint32_t)j * WAVE;
         bias[j] = rfk_load_any(a.bias, a.bias_type, i < a.n_experts ? i : a.n_experts - 1);
     }
+    RFK_UNROLL(8)
+    for (int j = 0; j < N; j++) lost |= rfk_route_is_lost(a, p[j]);
+    lost = rfk_wave_max<WAVE>(lost);
     if (!late) {
         float top = -INFINITY, sum = 0;
         RFK_UNROLL(8)
@@ -2555,6 +2563,7 @@ RFK_CALLED rfk_chosen rfk_choose_of(rfk_route_args a, uint32_t row, float *value
     }
     RFK_UNROLL(8)
     for (int j = 0; j < N; j++) {
+        if (lost) p[j] = NAN;
         const float score = p[j] + bias[j] + 0.0f; /* no -0 */
         const uint32_t bits = rfk_as_bits(score);
         key[j] = score != score ? 1u : bits >> 31 ? ~bits : bits | 0x80000000u;
@@ -2581,10 +2590,7 @@ RFK_CALLED rfk_chosen rfk_choose_of(rfk_route_args a, uint32_t row, float *value
         const float top = rfk_wave_max<WAVE>(inside ? own.weight : -INFINITY);
         own.weight = inside ? expf(own.weight - top) : 0.0f;
     }
-    if (late || normalize) {
-        const float sum = rfk_wave_sum<WAVE>(own.weight);
-        own.weight /= sum > 6.103515625e-5f ? sum : 6.103515625e-5f;
-    }
+    if (late || (a.flags & RF_OP_NORMALIZE)) own.weight = rfk_route_divide(own.weight, rfk_wave_sum<WAVE>(own.weight));
     if (a.scale != 0) own.weight *= a.scale;
     return own;
 }
