@@ -733,13 +733,12 @@ RFK_DEVICE uint32_t rfk_in_register(uint32_t constant) {
 RFK_DEVICE void rfk_look_up(const rfk_codebook &c, int nibbles, int *low, int *high) {
     const uint32_t v = (uint32_t)nibbles;
 #if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
-    const uint32_t s = v & 0x77777777u, upper = ((v & 0x88888888u) >> 1) | 0x32103210u, first = rfk_in_register(c.word[0]),
-                   third = rfk_in_register(c.word[2]);
-    const uint32_t a = rfk_permute(rfk_permute(first, c.word[1], s), rfk_permute(third, c.word[3], s), upper),
-                   b = rfk_permute(rfk_permute(first, c.word[1], s >> 16), rfk_permute(third, c.word[3], s >> 16),
-                                   upper >> 16);
-    *low = (int)rfk_permute(a, b, 0x6420);
-    *high = (int)rfk_permute(a, b, 0x7531);
+    const uint32_t s = v & 0x77777777u, upper = ((v & 0x88888888u) >> 1) | 0x32103210u;
+    const uint32_t a = __byte_perm(__byte_perm(c.word[0], c.word[1], s), __byte_perm(c.word[2], c.word[3], s), upper),
+                   b = __byte_perm(__byte_perm(c.word[0], c.word[1], s >> 16),
+                                   __byte_perm(c.word[2], c.word[3], s >> 16), upper >> 16);
+    *low = (int)__byte_perm(a, b, 0x6420);
+    *high = (int)__byte_perm(a, b, 0x7531);
 #elif defined(__HIP_DEVICE_COMPILE__)
     const uint32_t part[2] = {v & 0x0f0f0f0fu, (v >> 4) & 0x0f0f0f0fu};
     uint32_t out[2];
@@ -5152,11 +5151,11 @@ template <> struct rfk_mixture_reads<RF_TYPE_MXFP4> {
 /* Pairs of fragments or units of a lane in flight: of the gate and of what it multiplies, or two of a row of down. */
 #define RFK_MIXTURE_IN_FLIGHT(TYPE) ((TYPE) == RF_TYPE_MXFP4 ? 2 : 1)
 #if defined(ROCMFORGE_HIP_EMU)
-#define RFK_MIXTURE_BLOCK 256u
+#define RFK_MIXTURE_BLOCK(TYPE) 256u
 #elif defined(RFK_NVIDIA)
-#define RFK_MIXTURE_BLOCK 768u /* 80 registers a thread: one block fills a multiprocessor */
+#define RFK_MIXTURE_BLOCK(TYPE) ((TYPE) == RFK_OTHER16 ? 512u : 768u) /* 80 registers a thread fill a multiprocessor */
 #else
-#define RFK_MIXTURE_BLOCK 512u /* 128 on gfx906: fewer would spill */
+#define RFK_MIXTURE_BLOCK(TYPE) 512u /* 128 on gfx906: fewer would spill */
 #endif
 
 /* Values 16i .. 16i + 15 of what the row's experts read; down: the last n_shared of all are the shared experts'. */
@@ -5416,7 +5415,7 @@ RFK_DEVICE void rfk_prefetch_experts(const rfk_weight *w, uint32_t n_experts) {
  *   reads W once per row
  * The first wave finds the choices, the others quantize what they read meanwhile, 16 values a lane. */
 template <int TYPE, int WAVE, bool DOWN>
-static __global__ void RFK_RESIDENT(RFK_MIXTURE_BLOCK, 1) rfk_mixture(rfk_mixture_args a) {
+static __global__ void RFK_RESIDENT(RFK_MIXTURE_BLOCK(TYPE), 1) rfk_mixture(rfk_mixture_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
     typedef rfk_mixture_reads<TYPE> R;
     const int IN_FLIGHT = RFK_MIXTURE_IN_FLIGHT(TYPE);
@@ -15649,7 +15648,7 @@ static rf_result rfk_run_mixture(rfk_launching *l, const rfk_fused *f) {
             if (f->share != RF_NONE) a.share = p->ops[f->share].in2, a.share_stride = p->ops[f->share].in2_stride;
         }
     }
-    const uint32_t type = rfk_mixture_type(p->plan, op), max = RFK_MIXTURE_BLOCK / p->dev->wave,
+    const uint32_t type = rfk_mixture_type(p->plan, op), max = RFK_MIXTURE_BLOCK(type) / p->dev->wave,
                    values = down ? a.e.n_used * a.e.n_in + a.n_shared : a.e.n_in,
                    results = down ? a.e.n_out : a.e.n_used * a.e.n_out + a.n_shared,
                    units = p->dev->info.compute_units / l->n_rows ? p->dev->info.compute_units / l->n_rows : 1,
