@@ -1878,12 +1878,17 @@ template <int WAVE, bool LATENT> static __global__ void RFK_THREADS(RFK_BLOCK) r
     if (e % 32 == 0) to[dim / 2 + e / 32] = rfk_to_half(d);
 }
 
+/* A GELU is x / (1 + e^-z), a SILU that of z = x. Every kernel gets the same bits. */
+RFK_DEVICE float rfk_gelu_z(float x) {
+    return rfk_mul(1.5957691216057308f, rfk_fma(rfk_mul(0.044715f, rfk_mul(x, x)), x, x));
+}
+
 /* Apply an rf_activation. */
 RFK_DEVICE float rfk_activate(uint32_t activation, float x) {
     if (activation == RF_ACT_NONE) return x;
     if (activation == RF_ACT_RELU) return fmaxf(x, 0.0f);
     if (activation == RF_ACT_RELU2) return fmaxf(x, 0.0f) * fmaxf(x, 0.0f);
-    const float e = expf(-(activation == RF_ACT_GELU       ? 1.5957691216057308f * (x + 0.044715f * x * x * x)
+    const float e = expf(-(activation == RF_ACT_GELU       ? rfk_gelu_z(x)
                            : activation == RF_ACT_SOFTPLUS ? fabsf(x)
                                                            : x));
     if (activation == RF_ACT_SOFTPLUS) return fmaxf(x, 0.0f) + log1pf(e);
@@ -3886,7 +3891,8 @@ struct rfk_fused_args {
     float *norm_out;                /* where the normed x goes; NULL: no other op reads it */
     rfk_int8_rows x8;               /* the column, quantized */
     const float *squares;           /* [n_in / 32] x8 is a deferred norm; NULL: it is not */
-    uint32_t n_in, norm_type, glu;
+    uint32_t n_in, norm_type;
+    uint32_t glu, is_gelu;          /* act(gate) * up: a GELU, else a SILU */
     float eps;
     rfk_int8_rows to8;              /* the glu's or the product's results, quantized; NULL: not wanted */
     const uint8_t *to_norm;         /* weights of the deferred norm that to8 is; NULL: it is none */
@@ -4520,16 +4526,18 @@ template <int TYPE> RFK_DEVICE void rfk_load_x(const rfk_column &c, uint32_t fra
     if (TYPE == RF_TYPE_Q6_K) x.start = reinterpret_cast<const float4 *>(c.start)[fragment];
 }
 
-/* Store silu(gate) * sum of a row and column, the results of two products, and return it. */
-RFK_DEVICE float rfk_put_glu(const rfk_product &gates, const rfk_product &p, uint32_t row, uint32_t col, float gate,
-                             float sum) {
+/* Store act(gate) * sum of a row and column, the results of two products, and return it. ARGS: rfk_fused_args or
+ * rfk_few_args. */
+template <class ARGS> RFK_DEVICE float rfk_put_glu(const ARGS &a, uint32_t row, uint32_t col, float gate, float sum) {
+    const rfk_product &gates = a.part[0], &p = a.part[1];
     if (gates.bias) gate += rfk_load_any(gates.bias, gates.bias_type, row);
     if (p.bias) sum += rfk_load_any(p.bias, p.bias_type, row);
     p.out[(size_t)col * p.out_stride + row] = sum;
-    return gates.out[(size_t)col * gates.out_stride + row] = rfk_mul(gate / (1.0f + expf(-gate)), sum);
+    const float z = a.is_gelu ? rfk_gelu_z(gate) : gate;
+    return gates.out[(size_t)col * gates.out_stride + row] = rfk_mul(gate / (1.0f + expf(-z)), sum);
 }
 
-/* Lane 0: store the epilogue of a row's sum, or silu(gate) * sum, and return it. before: the value there, if the
+/* Lane 0: store the epilogue of a row's sum, or act(gate) * sum, and return it. before: the value there, if the
  * product accumulates. */
 RFK_DEVICE float rfk_fused_epilogue(const rfk_fused_args &a, const rfk_product &p, uint32_t row, float gate, float sum,
                                 float before, const rfk_product_sum &sums) {
@@ -4538,7 +4546,7 @@ RFK_DEVICE float rfk_fused_epilogue(const rfk_fused_args &a, const rfk_product &
         rfk_push(a.sum, sums, row, part);
         return part;
     }
-    return a.glu ? rfk_put_glu(p, a.part[1], row, 0, gate, sum) : rfk_put_on(p, row, 0, sum, before);
+    return a.glu ? rfk_put_glu(a, row, 0, gate, sum) : rfk_put_on(p, row, 0, sum, before);
 }
 
 /* Quantize a fused matvec's results from `first` on, those of one pass a wave. */
@@ -6177,7 +6185,7 @@ struct rfk_few_args {
     const float *from;              /* what it was made from, [row][from_stride] */
     const uint32_t *rows;           /* NULL: a column is its row */
     float *norm_out;                /* [column][norm_stride] the normed x; NULL: no other op reads it */
-    uint32_t n_in, n_cols, norm_type, from_stride, norm_stride, glu;
+    uint32_t n_in, n_cols, norm_type, from_stride, norm_stride, glu, is_gelu;
     uint32_t n_tiles;               /* of 16 rows of all products, or of a GLU's gates */
     float eps;
 };
@@ -6479,7 +6487,7 @@ RFK_DEVICE void rfk_rows_block(const rfk_few_args &a, const rfk_product &p, uint
             const float all = rfk_wave_sums<WAVE>(sum), made = lane < a.n_cols ? rfk_mul(all, factors[lane]) : 0.0f;
             sum[0] = sum[1] = sum[2] = sum[3] = 0;
             if (next_second) gate = made;
-            else if (a.glu && lane < a.n_cols) (void)rfk_put_glu(p, a.part[1], row, lane, gate, made);
+            else if (a.glu && lane < a.n_cols) (void)rfk_put_glu(a, row, lane, gate, made);
             else if (lane < a.n_cols) rfk_put(p, row, lane, made);
         }
         row = next_row, second = next_second, round = next_round;
@@ -6818,7 +6826,7 @@ RFK_DEVICE void rfk_end_direct(const rfk_few_args &a, const rfk_direct_place &pl
     if (c >= COLS || col >= a.n_cols || row >= a.part[place.which].n_out) return;
     if (!a.glu) rfk_put(a.part[place.which], row, col, rfk_direct_result(s, t, of));
     else if (i < 8)
-        (void)rfk_put_glu(a.part[0], a.part[1], row, col, rfk_direct_result(s, t, of), rfk_direct_result(s, t, of + 8));
+        (void)rfk_put_glu(a, row, col, rfk_direct_result(s, t, of), rfk_direct_result(s, t, of + 8));
 }
 
 /* Wait for the waves that share x with this one. */
@@ -7019,7 +7027,7 @@ RFK_DEVICE void rfk_few_block(const rfk_few_args &a, uint32_t which, uint32_t nu
                        c = thread / RFK_FEW_ROWS, col = blockIdx.x * RFK_FEW_ROWS + c;
         if (c >= RFK_FEW_ROWS || col >= a.n_cols || row >= p.n_out) continue;
         const float product = rfk_mul(v, s.factor[c]);
-        if (i) (void)rfk_put_glu(a.part[0], p, row, col, gate, product);
+        if (i) (void)rfk_put_glu(a, row, col, gate, product);
         else if (a.glu) gate = product;
         else rfk_put(p, row, col, product);
     }
@@ -13155,11 +13163,17 @@ static int rfk_is_plain_matmul(const rf_op *op) {
     return op->flags == 0 && op->factor == RF_NONE && op->matmul.scale == 0 && op->matmul.softcap == 0;
 }
 
-/* Whether g is silu(a) * b of the results of two products with weights of one type. */
-static int rfk_is_plain_glu(const rf_plan *plan, const rf_op *g, const rf_op *a, const rf_op *b) {
+/* Whether g is the activation, alone, of n results in a's buffer times those in b's. */
+static int rfk_is_glu_of(const rf_op *g, const rf_op *a, const rf_op *b, uint32_t n) {
     return g->kind == RF_OP_GLU && g->in == a->out && g->in2 == b->out && g->out == a->out && g->rows == a->rows &&
-           g->glu.n == a->matmul.n_out && g->glu.n == b->matmul.n_out && g->glu.in2_at == 0 &&
-           g->glu.activation == RF_ACT_SILU && g->factor == RF_NONE && rfk_is_plain_matmul(a) &&
+           g->glu.n == n && g->glu.in2_at == 0 && g->glu.repeat <= 1 && g->flags == 0 && g->factor == RF_NONE &&
+           a->out != b->out;
+}
+
+/* Whether g is silu(a) * b or gelu(a) * b of the results of two products with weights of one type. */
+static int rfk_is_plain_glu(const rf_plan *plan, const rf_op *g, const rf_op *a, const rf_op *b) {
+    return rfk_is_glu_of(g, a, b, a->matmul.n_out) && b->matmul.n_out == a->matmul.n_out &&
+           (g->glu.activation == RF_ACT_SILU || g->glu.activation == RF_ACT_GELU) && rfk_is_plain_matmul(a) &&
            rfk_is_plain_matmul(b) && plan->weights[a->weight].type == plan->weights[b->weight].type;
 }
 
@@ -13288,15 +13302,11 @@ static rfk_fused rfk_match_norm_dots(const rf_prepared *p, uint32_t i, uint32_t 
     return f.n_products ? f : none;
 }
 
-static int rfk_is_mixture_activation(uint32_t activation) {
-    return activation == RF_ACT_SILU || activation == RF_ACT_GELU || activation == RF_ACT_OAI;
-}
-
-/* Whether g is the activation, alone, of n results in a's buffer times those in b's. */
-static int rfk_is_glu_of(const rf_op *g, const rf_op *a, const rf_op *b, uint32_t n) {
-    return g->kind == RF_OP_GLU && g->in == a->out && g->in2 == b->out && g->out == a->out && g->rows == a->rows &&
-           g->glu.n == n && g->glu.in2_at == 0 && g->glu.repeat <= 1 && g->flags == 0 && g->factor == RF_NONE &&
-           a->out != b->out && rfk_is_mixture_activation(g->glu.activation);
+/* Whether g is such a GLU that the mixtures' kernels have. */
+static int rfk_is_mixture_glu(const rf_op *g, const rf_op *a, const rf_op *b, uint32_t n) {
+    const uint32_t activation = g->glu.activation;
+    return rfk_is_glu_of(g, a, b, n) &&
+           (activation == RF_ACT_SILU || activation == RF_ACT_GELU || activation == RF_ACT_OAI);
 }
 
 /* The type that the mixtures' kernels are chosen by, and the values of their fragments. */
@@ -13322,7 +13332,7 @@ static uint32_t rfk_match_shared(const rf_plan *plan, uint32_t i, uint32_t end, 
     int ok = a[0].in == e->in && a[1].in == e->in && a->out != e->out && a->out != e->in2 && a->out != mix->out &&
              a->rows == e->rows && a[1].matmul.n_out == n &&
              n % rfk_mixture_values(rfk_mixture_type(plan, &ops[down->first])) == 0 &&
-             a->matmul.n_in == e->experts.n_in && rfk_is_glu_of(&a[2], &a[0], &a[1], n) &&
+             a->matmul.n_in == e->experts.n_in && rfk_is_mixture_glu(&a[2], &a[0], &a[1], n) &&
              a[2].glu.activation == ops[up->glu].glu.activation && d->in == a[2].out && d->matmul.n_in == n &&
              d->matmul.n_out == mix->mix.n && !(d->flags & ~RF_OP_ACCUMULATE) && d->matmul.softcap == 0;
     for (uint32_t k = 0; k < 4 && ok; k += k == 1 ? 2 : 1)
@@ -13370,7 +13380,7 @@ static int rfk_match_mixture(const rf_prepared *p, uint32_t i, uint32_t end, rfk
              rfk_mixture_type(plan, &e[1]) == type && !rfk_is_float_type(type) && e->in != e->out &&
              e->in != e[1].out && e->experts.n_in % rfk_mixture_values(type) == 0 &&
              n % rfk_mixture_values(rfk_mixture_type(plan, d)) == 0 &&
-             n_used < RFK_MIXTURE_CHOICES && rfk_is_glu_of(&e[2], &e[0], &e[1], n_used * n) &&
+             n_used < RFK_MIXTURE_CHOICES && rfk_is_mixture_glu(&e[2], &e[0], &e[1], n_used * n) &&
              d->flags == RF_OP_PER_CHOICE && d->in == e->out && d->in2 == e->in2 && d->experts.n_in == n &&
              !rfk_is_float_type(rfk_mixture_type(plan, d)) && mix->in == d->out && mix->in2 == e->in2 &&
              mix->mix.n == d->experts.n_out && mix->mix.n_used == n_used && !(mix->flags & RF_OP_SIGMOID) &&
@@ -15101,6 +15111,7 @@ static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
     a.n_in = l->op->matmul.n_in;
     a.n_cols = n_cols;
     a.glu = f->glu != RF_NONE;
+    a.is_gelu = a.glu && ops[f->glu].glu.activation == RF_ACT_GELU;
     a.n_tiles = a.glu ? a.part[0].end_block : blocks;
     if (f->norm != RF_NONE) {
         const rf_op *norm = &ops[f->norm];
@@ -15166,6 +15177,7 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     }
     a.n_in = l->op->matmul.n_in;
     a.glu = f->glu != RF_NONE;
+    a.is_gelu = a.glu && ops[f->glu].glu.activation == RF_ACT_GELU;
     if (f->to_int8) a.to8 = p->x8;
     if (rfk_pushes(p, l->step, f->products) == RFK_PUSHES_FLAGGED) a.sum = rfk_sum_of(l, f->products + 1);
     rfk_bind_deferred_norm(p, f, &a);

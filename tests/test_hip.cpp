@@ -2752,7 +2752,7 @@ static uint32_t decoder_model(Rig &g, const DecoderShape &c) {
             if (c.scaled && i == 3) o->matmul.scale = 0.4f;
             if (i < 2) o->bias = g.vector(values(widths[i]));
         }
-        if (il < 2) g.glu(gate, up, gate, 2 * n);
+        if (il < 2) g.glu(gate, up, gate, 2 * n)->glu.activation = il ? RF_ACT_GELU : RF_ACT_SILU;
         const uint32_t n_in = il < 2 ? 2 * n : n, n_out = il < 2 ? n : (uint32_t)decoder_vocab;
         rf_op *o = g.matmul(il < 2 ? gate : xl, il < 2 ? x : logits, n_in, n_out,
                             g.weight(c.more, n_in, n_out, random_rows(c.more, n_in, n_out)));
@@ -3072,7 +3072,7 @@ static std::vector<uint32_t> ways_model(Rig &g, uint32_t type, uint32_t n, uint3
         if (i == 6) g.gather(x, out[6], n);
         if (i == 0 || i == 3 || i == 6) g.norm(i < 6 ? x : out[6], i < 6 ? xn : out[6], 1, n, g.vector(values(n)));
         if (i == 6) continue;
-        if (i == 5) g.glu(out[3], out[4], out[3], n_ff);
+        if (i == 5) g.glu(out[3], out[4], out[3], n_ff)->glu.activation = n_ff == n ? RF_ACT_SILU : RF_ACT_GELU;
         const uint32_t n_in = i == 5 ? n_ff : n, t = n_in % block_elements(type) ? (uint32_t)RF_TYPE_Q4_0 : type;
         g.matmul(i < 5 ? xn : i == 5 ? out[3] : out[6], out.back(), n_in, widths[i],
                  g.weight(t, n_in, widths[i], random_rows(t, n_in, widths[i])))
