@@ -1670,18 +1670,19 @@ struct rfk_norm_args {
     const float *in;
     float *out;           /* NULL: not wanted */
     rfk_int8_rows to;
-    uint32_t w_type, b_type, in_stride, out_stride, n, n_heads, center, accumulate;
+    const float *before;  /* [rows][out_stride] what the norm is added to; NULL: nothing */
+    uint32_t w_type, b_type, in_stride, out_stride, n, n_heads, center;
     uint32_t w_head; /* values of w from one head to the next */
     float eps;
 };
 struct rfk_norm_shared { float sum[2][8]; };
 
-/* Sum over the block of `threads`, in every thread. Each sum of a launch has a `slot` of its own: no barrier is needed
- * between them. */
+/* Sum over the first `threads` of the block, in every thread. Each sum of a launch has a `slot` of its own: no barrier
+ * is needed between them. */
 template <int WAVE>
 RFK_DEVICE float rfk_block_sum(rfk_norm_shared &s, int slot, float v, uint32_t threads = RFK_BLOCK) {
     v = rfk_wave_sum<WAVE>(v);
-    if (threadIdx.x % WAVE == 0) s.sum[slot][threadIdx.x / WAVE] = v;
+    if (threadIdx.x % WAVE == 0 && threadIdx.x < RFK_BLOCK) s.sum[slot][threadIdx.x / WAVE] = v;
     __syncthreads();
     v = 0;
     RFK_UNROLL(RFK_BLOCK / WAVE)
@@ -1690,15 +1691,17 @@ RFK_DEVICE float rfk_block_sum(rfk_norm_shared &s, int slot, float v, uint32_t t
     return v;
 }
 
-RFK_DEVICE float *rfk_norm_out(const rfk_norm_args &a) {
-    return a.out ? a.out + (size_t)blockIdx.x * a.out_stride + (size_t)blockIdx.y * a.n : NULL;
+/* Where the block's row begins among rows of out_stride values. */
+RFK_DEVICE size_t rfk_norm_at(const rfk_norm_args &a) {
+    return (size_t)blockIdx.x * a.out_stride + (size_t)blockIdx.y * a.n;
 }
+RFK_DEVICE float *rfk_norm_out(const rfk_norm_args &a) { return a.out ? a.out + rfk_norm_at(a) : NULL; }
 
-RFK_DEVICE float rfk_norm_value(const rfk_norm_args &a, float x, float scale, uint32_t i, const float *out) {
+RFK_DEVICE float rfk_norm_value(const rfk_norm_args &a, float x, float scale, uint32_t i) {
     float y = x * scale;
     if (a.w) y *= rfk_load_any(a.w, a.w_type, (size_t)blockIdx.y * a.w_head + i);
     if (a.b) y += rfk_load_any(a.b, a.b_type, i);
-    return a.accumulate ? out[i] + y : y;
+    return a.before ? a.before[rfk_norm_at(a) + i] + y : y;
 }
 
 template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rms_norm(rfk_norm_args a) {
@@ -1717,7 +1720,7 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rms_norm(r
     float scale = 1.0f / sqrtf(sum / (float)a.n + a.eps);
     if (!a.to.q) {
         for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK)
-            out[i] = rfk_norm_value(a, in[i] - mean, scale, i, out);
+            out[i] = rfk_norm_value(a, in[i] - mean, scale, i);
         return;
     }
     for (uint32_t first = 0; first < a.n / 4; first += RFK_BLOCK) {
@@ -1725,7 +1728,7 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rms_norm(r
         bool inside = i < a.n / 4;
         float x[4] = {0, 0, 0, 0};
         for (uint32_t k = 0; inside && k < 4; k++) {
-            x[k] = rfk_norm_value(a, in[4 * i + k] - mean, scale, 4 * i + k, out);
+            x[k] = rfk_norm_value(a, in[4 * i + k] - mean, scale, 4 * i + k);
             if (out) out[4 * i + k] = x[k];
         }
         rfk_convert4<WAVE>(a.to, blockIdx.x, a.n, i, x, inside);
@@ -1755,20 +1758,27 @@ RFK_DEVICE void rfk_norm_load(const rfk_norm_row &r, uint32_t first, rfk_norm_pa
 }
 RFK_DEVICE const rfk_norm_row &rfk_norm_again(const rfk_norm_row &r) { return r; }
 
+/* 1 / rms of a row of n values that the block's first 256 threads load; their last ones stay in x. */
+template <int WAVE, class R>
+RFK_DEVICE float rfk_norm_scale(const R &r, uint32_t n, float eps, rfk_norm_part &x, rfk_norm_shared &s) {
+    float sum = 0;
+    RFK_UNROLL(1)
+    for (uint32_t first = 0; 4 * first < n && threadIdx.x < RFK_BLOCK; first += RFK_NORM_KEPT * RFK_BLOCK) {
+        rfk_norm_load(r, first, x);
+        RFK_UNROLL(4)
+        for (uint32_t j = 0; j < RFK_NORM_KEPT; j++)
+            for (uint32_t k = 0; k < 4; k++) sum = rfk_fma(x[j][k], x[j][k], sum);
+    }
+    return 1.0f / sqrtf(rfk_block_sum<WAVE>(s, 1, sum) / (float)n + eps);
+}
+
 /* The norm of a row that rfk_norm_load(r) loads: the last values stay in registers, the others are loaded again. */
 template <int WAVE, class R> RFK_DEVICE void rfk_norm_wide(const rfk_norm_args &a, const R &r, rfk_norm_shared &s) {
     const uint32_t step = RFK_NORM_KEPT * RFK_BLOCK, last = (a.n - 1) / 4 / step * step;
     const float *w = reinterpret_cast<const float *>(a.w) + (size_t)blockIdx.y * a.w_head;
-    float *out = rfk_norm_out(a), sum = 0, factor[4];
+    float *out = rfk_norm_out(a), factor[4];
     rfk_norm_part x;
-    for (uint32_t first = 0; first <= last; first += step) {
-        rfk_norm_load(r, first, x);
-        RFK_UNROLL(4)
-        for (uint32_t j = 0; j < RFK_NORM_KEPT; j++)
-            for (uint32_t k = 0; k < 4; k++) sum += x[j][k] * x[j][k];
-    }
-    sum = rfk_block_sum<WAVE>(s, 1, sum);
-    const float scale = 1.0f / sqrtf(sum / (float)a.n + a.eps);
+    const float scale = rfk_norm_scale<WAVE>(r, a.n, a.eps, x, s);
     for (uint32_t first = last;; first -= step) {
         if (first != last) rfk_norm_load(rfk_norm_again(r), first, x);
         RFK_UNROLL(4)
@@ -1776,9 +1786,9 @@ template <int WAVE, class R> RFK_DEVICE void rfk_norm_wide(const rfk_norm_args &
             const uint32_t i = first + j * RFK_BLOCK + threadIdx.x;
             if (4 * (i - threadIdx.x) >= a.n) break;
             rfk_norm_get4(w, i, a.n, factor);
-            for (uint32_t k = 0; k < 4; k++) x[j][k] = x[j][k] * scale * factor[k];
-            if (a.accumulate) {
-                rfk_norm_get4(out, i, a.n, factor);
+            for (uint32_t k = 0; k < 4; k++) x[j][k] = rfk_mul(rfk_mul(x[j][k], scale), factor[k]);
+            if (a.before) {
+                rfk_norm_get4(a.before + rfk_norm_at(a), i, a.n, factor);
                 for (uint32_t k = 0; k < 4; k++) x[j][k] += factor[k];
             }
             if (out) rfk_set4(out, i, a.n, x[j]);
@@ -1815,7 +1825,7 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rms_norm_h
     for (uint32_t j = 0; j < RFK_NORM_KEPT; j++) {
         const uint32_t i = j * WAVE + lane;
         rfk_norm_get4(w, i, a.n, factor);
-        rfk_norm_get4(out, i, a.accumulate ? a.n : 0, before);
+        rfk_norm_get4(a.before ? a.before + (out - a.out) : out, i, a.before ? a.n : 0, before);
         for (uint32_t k = 0; k < 4; k++) x[j][k] = x[j][k] * scale * factor[k] + before[k];
         rfk_set4(out, i, a.n, x[j]);
     }
@@ -1967,12 +1977,17 @@ template <int WAVE, bool LATENT> static __global__ void RFK_THREADS(RFK_BLOCK) r
     if (e % 32 == 0) to[dim / 2 + e / 32] = rfk_to_half(d);
 }
 
+/* A GELU is x / (1 + e^-z), a SILU that of z = x. Every kernel gets the same bits. */
+RFK_DEVICE float rfk_gelu_z(float x) {
+    return rfk_mul(1.5957691216057308f, rfk_fma(rfk_mul(0.044715f, rfk_mul(x, x)), x, x));
+}
+
 /* Apply an rf_activation. */
 RFK_DEVICE float rfk_activate(uint32_t activation, float x) {
     if (activation == RF_ACT_NONE) return x;
     if (activation == RF_ACT_RELU) return fmaxf(x, 0.0f);
     if (activation == RF_ACT_RELU2) return fmaxf(x, 0.0f) * fmaxf(x, 0.0f);
-    const float e = expf(-(activation == RF_ACT_GELU       ? 1.5957691216057308f * (x + 0.044715f * x * x * x)
+    const float e = expf(-(activation == RF_ACT_GELU       ? rfk_gelu_z(x)
                            : activation == RF_ACT_SOFTPLUS ? fabsf(x)
                                                            : x));
     if (activation == RF_ACT_SOFTPLUS) return fmaxf(x, 0.0f) + log1pf(e);
@@ -4026,14 +4041,24 @@ RFK_DEVICE float rfk_take(const rfk_members_args &a, const rfk_product_sum &s, u
 #endif
 #define RFK_MAX_COLUMN 32768u /* values: 1.5 bytes of shared memory each */
 
+/* A post-norm in the launch that reads what it is added to: x + y / rms(y) * w takes x's place. */
+struct rfk_add_args {
+    const float *y, *w; /* y NULL: none */
+    float *out;         /* where the sum goes, for later launches */
+    uint32_t y_stride;
+    float eps;
+};
+
 struct rfk_fused_args {
     rfk_product part[RFK_PRODUCTS]; /* glu: the gates, then what they multiply */
     const float *x;                 /* x8.q NULL: the column */
+    rfk_add_args add;               /* to x; out is not x, which other blocks still read */
     const uint8_t *norm;            /* NULL: no norm */
     float *norm_out;                /* where the normed x goes; NULL: no other op reads it */
     rfk_int8_rows x8;               /* the column, quantized */
     const float *squares;           /* [n_in / 32] x8 is a deferred norm; NULL: it is not */
-    uint32_t n_in, norm_type, glu;
+    uint32_t n_in, norm_type;
+    uint32_t glu, is_gelu;          /* act(gate) * up: a GELU, else a SILU */
     float eps;
     rfk_int8_rows to8;              /* the glu's or the product's results, quantized; NULL: not wanted */
     const uint8_t *to_norm;         /* weights of the deferred norm that to8 is; NULL: it is none */
@@ -4126,6 +4151,7 @@ RFK_DEVICE uint32_t rfk_find_product(const rfk_product *part, uint32_t &number, 
 struct rfk_fused_shared {
     float factor;                         /* of all dot products: 1 / rms of a deferred norm */
     rfk_product_sum sum;                  /* that the results are parts of */
+    rfk_norm_shared norm;
     float squares[RFK_MAX_COLUMN / 32];   /* of the norm that this block makes */
     float out[RFK_FUSED_PASSES][32];       /* results, if they are quantized or parts of a sum */
     float to_norm[RFK_FUSED_PASSES][32];   /* and the norm weights that multiply them */
@@ -4159,6 +4185,19 @@ RFK_DEVICE void rfk_norm_weights(const rfk_fused_args &a, uint32_t i, float *w) 
     for (uint32_t k = 0; k < 4; k++) w[k] = rfk_load_any(a.norm, a.norm_type, 4 * (size_t)i + k);
 }
 
+/* Before the launches before have ended: what a column is made from and does not depend on them, to the L2 cache. */
+RFK_DEVICE void rfk_prefetch_norms(const rfk_fused_args &a) {
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
+    const uint32_t i = 32 * threadIdx.x;
+    if (a.x8.q || i >= a.n_in) return;
+    if (a.norm && a.norm_type == RF_TYPE_F32)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(reinterpret_cast<const float *>(a.norm) + i));
+    if (a.add.y) asm volatile("prefetch.global.L2 [%0];" ::"l"(a.add.w + i));
+#else
+    (void)a;
+#endif
+}
+
 /* Copy the column from x8. */
 RFK_DEVICE void rfk_copy_column(const rfk_fused_args &a, const rfk_column &c, uint32_t threads) {
     for (uint32_t chunk = threadIdx.x; chunk < a.n_in / 16; chunk += threads) {
@@ -4170,21 +4209,37 @@ RFK_DEVICE void rfk_copy_column(const rfk_fused_args &a, const rfk_column &c, ui
     }
 }
 
+/* x += y * scale * w, values 4i .. 4i + 3 of n, with rfk_norm_wide's bits. */
+RFK_DEVICE void rfk_add(const rfk_add_args &a, const float *y, uint32_t i, uint32_t n, float scale, float (&x)[4]) {
+    float own[4], w[4];
+    rfk_norm_get4(y, i, n, own);
+    rfk_norm_get4(a.w, i, n, w);
+    for (int k = 0; k < 4; k++) x[k] += rfk_mul(rfk_mul(own[k], scale), w[k]);
+}
+
 /* Quantize the column from x, as a deferred norm if there is one. weight: rfk_norm_weights of the thread's first
  * values. */
 template <int WAVE>
 RFK_DEVICE void rfk_quantize_column(const rfk_fused_args &a, const rfk_column &c, float (&weight)[4],
                                     rfk_fused_shared &s, uint32_t threads) {
     const uint32_t n = a.n_in / 4;
+    float v[4], d, scale = 0;
+    rfk_norm_get4(a.x, threadIdx.x, a.n_in, v);
+    if (a.add.y) {
+        const rfk_norm_row y = {a.add.y, a.n_in};
+        rfk_norm_part unused;
+        scale = rfk_norm_scale<WAVE>(y, a.n_in, a.add.eps, unused, s.norm);
+    }
     RFK_UNROLL(1)
     for (uint32_t first = 0; first < n; first += threads) {
         const uint32_t i = first + threadIdx.x;
         const bool inside = i < n;
         if (i - threadIdx.x % WAVE >= n) break; /* the whole wave */
-        float4 own = {0, 0, 0, 0};
-        if (inside) own = reinterpret_cast<const float4 *>(a.x)[i];
-        if (first) rfk_norm_weights(a, i, weight);
-        float v[4] = {own.x, own.y, own.z, own.w}, d;
+        if (first) rfk_norm_get4(a.x, i, a.n_in, v), rfk_norm_weights(a, i, weight);
+        if (a.add.y) {
+            rfk_add(a.add, a.add.y, i, a.n_in, scale, v);
+            if (inside && blockIdx.x == 0) rfk_set4(a.add.out, i, a.n_in, v);
+        }
         if (a.norm) {
             float squares = rfk_group_squares<WAVE>(v);
             if (inside && i % 8 == 0) s.squares[i / 8] = squares;
@@ -4218,8 +4273,9 @@ RFK_DEVICE void rfk_fill_column(const rfk_fused_args &a, const rfk_column &c, fl
     }
     __syncthreads();
     if (!a.norm_out || blockIdx.x != 0) return;
+    const float *x = a.add.y ? a.add.out : a.x;
     for (uint32_t i = threadIdx.x; i < a.n_in; i += threads)
-        a.norm_out[i] = a.x[i] * s.factor * rfk_load_any(a.norm, a.norm_type, i);
+        a.norm_out[i] = x[i] * s.factor * rfk_load_any(a.norm, a.norm_type, i);
 }
 
 /* Byte k of v as a float. On NVIDIA a conversion takes as long as four other instructions: there the byte becomes the
@@ -4668,16 +4724,18 @@ template <int TYPE> RFK_DEVICE void rfk_load_x(const rfk_column &c, uint32_t fra
     if (TYPE == RF_TYPE_Q6_K) x.start = reinterpret_cast<const float4 *>(c.start)[fragment];
 }
 
-/* Store silu(gate) * sum of a row and column, the results of two products, and return it. */
-RFK_DEVICE float rfk_put_glu(const rfk_product &gates, const rfk_product &p, uint32_t row, uint32_t col, float gate,
-                             float sum) {
+/* Store act(gate) * sum of a row and column, the results of two products, and return it. ARGS: rfk_fused_args or
+ * rfk_few_args. */
+template <class ARGS> RFK_DEVICE float rfk_put_glu(const ARGS &a, uint32_t row, uint32_t col, float gate, float sum) {
+    const rfk_product &gates = a.part[0], &p = a.part[1];
     if (gates.bias) gate += rfk_load_any(gates.bias, gates.bias_type, row);
     if (p.bias) sum += rfk_load_any(p.bias, p.bias_type, row);
     p.out[(size_t)col * p.out_stride + row] = sum;
-    return gates.out[(size_t)col * gates.out_stride + row] = rfk_mul(gate / (1.0f + expf(-gate)), sum);
+    const float z = a.is_gelu ? rfk_gelu_z(gate) : gate;
+    return gates.out[(size_t)col * gates.out_stride + row] = rfk_mul(gate / (1.0f + expf(-z)), sum);
 }
 
-/* Lane 0: store the epilogue of a row's sum, or silu(gate) * sum, and return it. before: the value there, if the
+/* Lane 0: store the epilogue of a row's sum, or act(gate) * sum, and return it. before: the value there, if the
  * product accumulates. */
 RFK_DEVICE float rfk_fused_epilogue(const rfk_fused_args &a, const rfk_product &p, uint32_t row, float gate, float sum,
                                 float before, const rfk_product_sum &sums) {
@@ -4686,7 +4744,7 @@ RFK_DEVICE float rfk_fused_epilogue(const rfk_fused_args &a, const rfk_product &
         rfk_push(a.sum, sums, row, part);
         return part;
     }
-    return a.glu ? rfk_put_glu(p, a.part[1], row, 0, gate, sum) : rfk_put_on(p, row, 0, sum, before);
+    return a.glu ? rfk_put_glu(a, row, 0, gate, sum) : rfk_put_on(p, row, 0, sum, before);
 }
 
 /* Quantize a fused matvec's results from `first` on, those of one pass a wave. */
@@ -4740,6 +4798,7 @@ RFK_DEVICE void rfk_fused_block(const rfk_fused_args &a, const rfk_product &p, u
     c.has_min = rfk_format<TYPE>::HAS_MIN;
     c.offset = rfk_format<TYPE>::OFFSET;
     float weight[4], to_norm = 0;
+    rfk_prefetch_norms(a);
     rfk_norm_weights(a, threadIdx.x, weight);
     const uint32_t mine_to = number * 32 + threadIdx.x / 32 * step + threadIdx.x % 32;
     if (a.to_norm && threadIdx.x < RFK_FUSED_PASSES * 32 && mine_to < n_out)
@@ -4925,6 +4984,7 @@ RFK_DEVICE void rfk_pairs_block(const rfk_fused_args &a, const rfk_product &p, u
     float sum[2] = {0, 0};
     c.order = F::ORDER, c.wave = 32, c.has_min = rfk_format<TYPE>::HAS_MIN, c.offset = rfk_format<TYPE>::OFFSET;
     float weight[4], to_norm = 0;
+    rfk_prefetch_norms(a);
     rfk_norm_weights(a, threadIdx.x, weight);
     const uint32_t mine_to = (threadIdx.x / 32 * n_blocks + number) * 32 + threadIdx.x % 32;
     if (a.to_norm && threadIdx.x < RFK_FUSED_PASSES * 32 && mine_to < n_out)
@@ -6407,9 +6467,11 @@ struct rfk_few_columns {
     float *squares; /* [column][n / 32] of a deferred norm */
 };
 
-/* Quantize columns, as a deferred norm if there is one.   grid [columns, ceil(n / 1024)]   block 256 */
+/* Quantize columns, behind a post-norm and as a deferred norm if there are such.
+ *   grid [columns, ceil(n / 1024)]   block 256 */
 struct rfk_few_quantize_args {
     const float *x;
+    rfk_add_args add;     /* to x; out may be x. Without rows */
     const uint32_t *rows; /* NULL: a column is its row */
     const uint8_t *norm;  /* NULL: none */
     rfk_few_columns to;
@@ -6421,12 +6483,20 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_few_quanti
     const size_t tile = col / RFK_FEW_ROWS;
     const bool inside = i < a.n / 4;
     float x[4], w[4] = {1, 1, 1, 1}, d;
+    RFK_SHARED(rfk_norm_shared, s);
     RFK_UNROLL(4)
     for (uint32_t k = 0; k < 4; k++)
         if (a.norm && inside) w[k] = rfk_load_any(a.norm, a.norm_type, 4 * (size_t)i + k);
     rfk_start_next();
     rfk_wait_previous();
     rfk_get4(a.x + (size_t)(a.rows ? a.rows[col] : col) * a.x_stride, i, a.n, x);
+    if (a.add.y) {
+        const rfk_norm_row y = {a.add.y + (size_t)col * a.add.y_stride, a.n};
+        rfk_norm_part unused;
+        const float scale = rfk_norm_scale<WAVE>(y, a.n, a.add.eps, unused, s);
+        rfk_add(a.add, y.in, i, a.n, scale, x);
+        if (inside) rfk_set4(a.add.out + (size_t)col * a.x_stride, i, a.n, x);
+    }
     if (a.norm) {
         const float squares = rfk_group_squares<WAVE>(x);
         if (inside && i % 8 == 0) a.to.squares[(size_t)col * (a.n / 32) + i / 8] = squares;
@@ -6448,7 +6518,7 @@ struct rfk_few_args {
     const float *from;              /* what it was made from, [row][from_stride] */
     const uint32_t *rows;           /* NULL: a column is its row */
     float *norm_out;                /* [column][norm_stride] the normed x; NULL: no other op reads it */
-    uint32_t n_in, n_cols, norm_type, from_stride, norm_stride, glu;
+    uint32_t n_in, n_cols, norm_type, from_stride, norm_stride, glu, is_gelu;
     uint32_t n_tiles;               /* of 16 rows of all products, or of a GLU's gates */
     float eps;
 };
@@ -6750,7 +6820,7 @@ RFK_DEVICE void rfk_rows_block(const rfk_few_args &a, const rfk_product &p, uint
             const float all = rfk_wave_sums<WAVE>(sum), made = lane < a.n_cols ? rfk_mul(all, factors[lane]) : 0.0f;
             sum[0] = sum[1] = sum[2] = sum[3] = 0;
             if (next_second) gate = made;
-            else if (a.glu && lane < a.n_cols) (void)rfk_put_glu(p, a.part[1], row, lane, gate, made);
+            else if (a.glu && lane < a.n_cols) (void)rfk_put_glu(a, row, lane, gate, made);
             else if (lane < a.n_cols) rfk_put(p, row, lane, made);
         }
         row = next_row, second = next_second, round = next_round;
@@ -7089,7 +7159,7 @@ RFK_DEVICE void rfk_end_direct(const rfk_few_args &a, const rfk_direct_place &pl
     if (c >= COLS || col >= a.n_cols || row >= a.part[place.which].n_out) return;
     if (!a.glu) rfk_put(a.part[place.which], row, col, rfk_direct_result(s, t, of));
     else if (i < 8)
-        (void)rfk_put_glu(a.part[0], a.part[1], row, col, rfk_direct_result(s, t, of), rfk_direct_result(s, t, of + 8));
+        (void)rfk_put_glu(a, row, col, rfk_direct_result(s, t, of), rfk_direct_result(s, t, of + 8));
 }
 
 /* Wait for the waves that share x with this one. */
@@ -7290,7 +7360,7 @@ RFK_DEVICE void rfk_few_block(const rfk_few_args &a, uint32_t which, uint32_t nu
                        c = thread / RFK_FEW_ROWS, col = blockIdx.x * RFK_FEW_ROWS + c;
         if (c >= RFK_FEW_ROWS || col >= a.n_cols || row >= p.n_out) continue;
         const float product = rfk_mul(v, s.factor[c]);
-        if (i) (void)rfk_put_glu(a.part[0], p, row, col, gate, product);
+        if (i) (void)rfk_put_glu(a, row, col, gate, product);
         else if (a.glu) gate = product;
         else rfk_put(p, row, col, product);
     }
@@ -12838,6 +12908,8 @@ struct rfk_fused {
     uint32_t norm, gather, products, n_products, glu, is_int8; /* matvec; is_int8: the input is in x8 */
     uint32_t to_norm;                                          /* matvec: norm of the next launch, of its output */
     uint32_t norm_is_deferred;                                           /* the input may be a deferred norm */
+    uint32_t add;      /* matvec: post-norm that the launch before is, of what this one reads; RF_NONE: none */
+    uint32_t add_next; /* launch of what reads the sum next, if that is a post-norm of the same buffer */
     uint32_t norms[2], ropes, store, attention, angles;        /* attention; angles: which RoPE table */
     uint32_t to_int8;                                          /* the output of attention or GLU also goes to x8 */
     uint32_t choice;           /* UP: its route, made in its blocks if that is an op of the same call */
@@ -12904,6 +12976,8 @@ struct rf_prepared {
     float *deferred_squares;
     uint32_t deferred_for;   /* the launch that will find it there */
     uint32_t fused_begin, fused_end; /* launches of this call: weights of others may not be loaded */
+    float *residual; /* a step of one row: where a launch with a post-norm leaves the sum, and the next takes it from */
+    uint32_t moved;  /* the buffer whose values are there; RF_NONE: none */
     const rf_op *ropes[RFK_ROPES]; /* RoPE tables of fused attention */
     uint32_t n_ropes;
     float *angles, *decode_part, *kept_logits;
@@ -13315,6 +13389,7 @@ static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
     rfk_take_bytes(&at, &p->deferred.q, widest);
     rfk_take_bytes(&at, &p->deferred.group, widest / 32 * sizeof *p->deferred.group);
     rfk_take_bytes(&at, &p->deferred_squares, widest / 32 * sizeof *p->deferred_squares);
+    rfk_take_bytes(&at, &p->residual, widest * sizeof *p->residual);
     if (n_kept == 0) p->kept_logits = NULL;
     p->n_tickets = (uint32_t)(attend * heads);
     return at - (uintptr_t)memory + 256;
@@ -13426,11 +13501,17 @@ static int rfk_is_plain_matmul(const rf_op *op) {
     return op->flags == 0 && op->factor == RF_NONE && op->matmul.scale == 0 && op->matmul.softcap == 0;
 }
 
-/* Whether g is silu(a) * b of the results of two products with weights of one type. */
-static int rfk_is_plain_glu(const rf_plan *plan, const rf_op *g, const rf_op *a, const rf_op *b) {
+/* Whether g is the activation, alone, of n results in a's buffer times those in b's. */
+static int rfk_is_glu_of(const rf_op *g, const rf_op *a, const rf_op *b, uint32_t n) {
     return g->kind == RF_OP_GLU && g->in == a->out && g->in2 == b->out && g->out == a->out && g->rows == a->rows &&
-           g->glu.n == a->matmul.n_out && g->glu.n == b->matmul.n_out && g->glu.in2_at == 0 &&
-           g->glu.activation == RF_ACT_SILU && g->factor == RF_NONE && rfk_is_plain_matmul(a) &&
+           g->glu.n == n && g->glu.in2_at == 0 && g->glu.repeat <= 1 && g->flags == 0 && g->factor == RF_NONE &&
+           a->out != b->out;
+}
+
+/* Whether g is silu(a) * b or gelu(a) * b of the results of two products with weights of one type. */
+static int rfk_is_plain_glu(const rf_plan *plan, const rf_op *g, const rf_op *a, const rf_op *b) {
+    return rfk_is_glu_of(g, a, b, a->matmul.n_out) && b->matmul.n_out == a->matmul.n_out &&
+           (g->glu.activation == RF_ACT_SILU || g->glu.activation == RF_ACT_GELU) && rfk_is_plain_matmul(a) &&
            rfk_is_plain_matmul(b) && plan->weights[a->weight].type == plan->weights[b->weight].type;
 }
 
@@ -13441,7 +13522,7 @@ static rfk_fused rfk_match_fused_matvec(const rf_prepared *p, uint32_t i, uint32
     const rf_op *ops = plan->ops;
     rfk_fused f, none;
     memset(&none, 0, sizeof none);
-    none.norm = none.gather = none.glu = none.to_norm = RF_NONE;
+    none.norm = none.gather = none.glu = none.to_norm = none.add = none.add_next = RF_NONE;
     f = none;
     f.kind = RFK_FUSED_MATVEC;
     f.first = i;
@@ -13530,7 +13611,7 @@ static rfk_fused rfk_no_launch(uint32_t kind, uint32_t first) {
     memset(&f, 0, sizeof f);
     f.kind = kind;
     f.first = first;
-    f.norm = f.gather = f.glu = f.to_norm = f.norms[0] = f.norms[1] = RF_NONE;
+    f.norm = f.gather = f.glu = f.to_norm = f.add = f.add_next = f.norms[0] = f.norms[1] = RF_NONE;
     f.choice = f.shared[0] = f.shared[1] = f.share = RF_NONE;
     return f;
 }
@@ -13559,15 +13640,11 @@ static rfk_fused rfk_match_norm_dots(const rf_prepared *p, uint32_t i, uint32_t 
     return f.n_products ? f : none;
 }
 
-static int rfk_is_mixture_activation(uint32_t activation) {
-    return activation == RF_ACT_SILU || activation == RF_ACT_GELU || activation == RF_ACT_OAI;
-}
-
-/* Whether g is the activation, alone, of n results in a's buffer times those in b's. */
-static int rfk_is_glu_of(const rf_op *g, const rf_op *a, const rf_op *b, uint32_t n) {
-    return g->kind == RF_OP_GLU && g->in == a->out && g->in2 == b->out && g->out == a->out && g->rows == a->rows &&
-           g->glu.n == n && g->glu.in2_at == 0 && g->glu.repeat <= 1 && g->flags == 0 && g->factor == RF_NONE &&
-           a->out != b->out && rfk_is_mixture_activation(g->glu.activation);
+/* Whether g is such a GLU that the mixtures' kernels have. */
+static int rfk_is_mixture_glu(const rf_op *g, const rf_op *a, const rf_op *b, uint32_t n) {
+    const uint32_t activation = g->glu.activation;
+    return rfk_is_glu_of(g, a, b, n) &&
+           (activation == RF_ACT_SILU || activation == RF_ACT_GELU || activation == RF_ACT_OAI);
 }
 
 /* The type that the mixtures' kernels are chosen by, and the values of their fragments. */
@@ -13593,7 +13670,7 @@ static uint32_t rfk_match_shared(const rf_plan *plan, uint32_t i, uint32_t end, 
     int ok = a[0].in == e->in && a[1].in == e->in && a->out != e->out && a->out != e->in2 && a->out != mix->out &&
              a->rows == e->rows && a[1].matmul.n_out == n &&
              n % rfk_mixture_values(rfk_mixture_type(plan, &ops[down->first])) == 0 &&
-             a->matmul.n_in == e->experts.n_in && rfk_is_glu_of(&a[2], &a[0], &a[1], n) &&
+             a->matmul.n_in == e->experts.n_in && rfk_is_mixture_glu(&a[2], &a[0], &a[1], n) &&
              a[2].glu.activation == ops[up->glu].glu.activation && d->in == a[2].out && d->matmul.n_in == n &&
              d->matmul.n_out == mix->mix.n && !(d->flags & ~RF_OP_ACCUMULATE) && d->matmul.softcap == 0;
     for (uint32_t k = 0; k < 4 && ok; k += k == 1 ? 2 : 1)
@@ -13641,7 +13718,7 @@ static int rfk_match_mixture(const rf_prepared *p, uint32_t i, uint32_t end, rfk
              rfk_mixture_type(plan, &e[1]) == type && !rfk_is_float_type(type) && e->in != e->out &&
              e->in != e[1].out && e->experts.n_in % rfk_mixture_values(type) == 0 &&
              n % rfk_mixture_values(rfk_mixture_type(plan, d)) == 0 &&
-             n_used < RFK_MIXTURE_CHOICES && rfk_is_glu_of(&e[2], &e[0], &e[1], n_used * n) &&
+             n_used < RFK_MIXTURE_CHOICES && rfk_is_mixture_glu(&e[2], &e[0], &e[1], n_used * n) &&
              d->flags == RF_OP_PER_CHOICE && d->in == e->out && d->in2 == e->in2 && d->experts.n_in == n &&
              !rfk_is_float_type(rfk_mixture_type(plan, d)) && mix->in == d->out && mix->in2 == e->in2 &&
              mix->mix.n == d->experts.n_out && mix->mix.n_used == n_used && !(mix->flags & RF_OP_SIGMOID) &&
@@ -13729,6 +13806,44 @@ static void rfk_defer_norms(rf_prepared *p) {
             continue;
         f->to_norm = next->norm;
         next->norm_is_deferred = 1;
+    }
+}
+
+/* Whether op is a post-norm of tokens: out += in / rms(in) * weight, as rfk_norm_wide does it. */
+static int rfk_is_post_norm(const rf_plan *plan, const rf_op *op) {
+    return op->kind == RF_OP_RMS_NORM && op->flags == RF_OP_ACCUMULATE && op->weight != RF_NONE &&
+           op->bias == RF_NONE && op->norm.n_groups == 1 && op->rows == RF_ROWS_TOKENS && op->in != op->out &&
+           plan->weights[op->weight].type == RF_TYPE_F32 &&
+           (op->norm.n | plan->buffers[op->in].width | plan->buffers[op->out].width) % 4 == 0;
+}
+
+/* The launch of op i, from launch k on, if that is a launch of its own; RF_NONE: it is not. */
+static uint32_t rfk_own_launch(const rf_prepared *p, uint32_t i, uint32_t k) {
+    while (k < p->n_fused && p->fused[k].first < i) k++;
+    const rfk_fused *f = &p->fused[k];
+    return k < p->n_fused && f->kind == RFK_FUSED_OP && f->first == i && f->n_ops == 1 ? k : RF_NONE;
+}
+
+/* Let fused matvecs take the post-norm before them, if they read its sum. */
+static void rfk_take_post_norms(rf_prepared *p) {
+    const rf_plan *plan = p->plan;
+    const rf_op *ops = plan->ops;
+    for (uint32_t k = 1; k < p->n_fused; k++) {
+        rfk_fused *f = &p->fused[k];
+        const uint32_t i = f->first - 1, end = f->first + f->n_ops;
+        const rf_op *add = &ops[i];
+        if (f->kind != RFK_FUSED_MATVEC || f->gather != RF_NONE || rfk_own_launch(p, i, k - 1) == RF_NONE ||
+            !rfk_is_post_norm(plan, add) || ops[f->first].in != add->out || ops[f->products].matmul.n_in != add->norm.n)
+            continue;
+        uint32_t next = f->first; /* the op that touches the sum next */
+        int ok = 1;
+        for (; next < end; next++) ok = ok && ops[next].out != add->in && ops[next].out != add->out;
+        while (next < plan->n_ops && ops[next].in != add->out && ops[next].in2 != add->out &&
+               ops[next].in3 != add->out && ops[next].out != add->out)
+            next++;
+        if (ok) f->add = i;
+        if (ok && next < plan->n_ops && rfk_is_post_norm(plan, &ops[next]) && ops[next].in != add->out)
+            f->add_next = rfk_own_launch(p, next, k);
     }
 }
 
@@ -14030,6 +14145,7 @@ static rf_result rfk_plan_create(rf_dev *d, const rf_plan_bind *bind, rf_prepare
     rfk_make_segments(p);
     rfk_make_fused(p);
     rfk_defer_norms(p);
+    rfk_take_post_norms(p);
     rfk_choose_decode_splits(p);
     rfk_find_direct_plan(p);
     rfk_list_configs(p);
@@ -14190,7 +14306,7 @@ static rfk_norm_args rfk_make_norm(const rfk_launching *l) {
     a.w = rfk_vector(l->p, l->op->weight, 0, &a.w_type);
     a.b = rfk_vector(l->p, l->op->bias, 0, &a.b_type);
     a.center = (l->op->flags & RF_OP_CENTER) != 0;
-    a.accumulate = (l->op->flags & RF_OP_ACCUMULATE) != 0;
+    a.before = !(l->op->flags & RF_OP_ACCUMULATE) ? NULL : l->p->moved == l->op->out ? l->p->residual : l->b.out;
     a.in = l->b.in;
     a.out = rfk_skips_floats(l) ? NULL : l->b.out;
     a.in_stride = l->b.in_stride;
@@ -14216,10 +14332,11 @@ static rf_result rfk_run_rms_norm(const rfk_launching *l) {
     const dim3 grid(l->n_rows, a.n_heads);
     const uint32_t wave = l->p->dev->info.wave_size;
     const bool simple = rfk_is_simple_norm(&a);
+    if (l->p->moved == l->op->out) l->p->moved = RF_NONE; /* it is back in its buffer */
     if (simple && l->n_rows > RFK_FEW_STEP && a.n_heads > 1 && a.n <= 16 * wave && !a.to.q)
         return rfk_enqueue(l, RFK_BY_WAVE(l, (rfk_rms_norm_heads<32>), (rfk_rms_norm_heads<64>)),
                            dim3(l->n_rows, rfk_ceil_div(a.n_heads, RFK_BLOCK / wave)), RFK_BLOCK, a);
-    if (simple && a.n >= 4 * RFK_BLOCK) /* at least four values a thread */
+    if (simple && (a.n >= 4 * RFK_BLOCK || a.before)) /* four values a thread; or the bits of fused post-norms */
         return rfk_enqueue_early(l, RFK_BY_WAVE(l, (rfk_rms_norm_wide<32>), (rfk_rms_norm_wide<64>)), grid, RFK_BLOCK,
                                  a);
     return rfk_enqueue_early(l, RFK_BY_WAVE(l, (rfk_rms_norm<32>), (rfk_rms_norm<64>)), grid, RFK_BLOCK, a);
@@ -15312,6 +15429,35 @@ static void rfk_begin_fused(rf_prepared *p, uint32_t begin, uint32_t end) {
     p->fused_begin = begin;
     p->fused_end = end;
     p->deferred_for = RF_NONE;
+    p->moved = RF_NONE;
+}
+
+/* Whether launch k makes the post-norm that is the launch before it. In a step of one row it leaves the sum elsewhere,
+ * or takes it from there: then a launch of this call has to put it back. */
+static bool rfk_takes_post_norm(const rf_prepared *p, const rf_step *step, uint32_t k) {
+    if (k <= p->fused_begin || k >= p->fused_end || p->fused[k].kind != RFK_FUSED_MATVEC || p->fused[k].add == RF_NONE)
+        return false;
+    return step->n_rows > 1 || p->moved != RF_NONE || p->fused[k].add_next < p->fused_end;
+}
+
+/* Bind that post-norm; *x is what it is added to. */
+static rfk_add_args rfk_bind_post_norm(rf_prepared *p, const rf_step *step, const rfk_fused *f, const float **x) {
+    rfk_add_args a;
+    memset(&a, 0, sizeof a);
+    if (!rfk_takes_post_norm(p, step, (uint32_t)(f - p->fused))) return a;
+    const rf_op *op = &p->plan->ops[f->add];
+    const rfk_bound *b = &p->ops[f->add];
+    uint32_t type;
+    a.y = b->in;
+    a.y_stride = b->in_stride;
+    a.w = reinterpret_cast<const float *>(rfk_vector(p, op->weight, 0, &type));
+    a.eps = op->norm.eps;
+    a.out = b->out;
+    if (step->n_rows > 1) return a;
+    if (p->moved == RF_NONE) a.out = p->residual;
+    else *x = p->residual;
+    p->moved = p->moved == RF_NONE ? op->out : RF_NONE;
+    return a;
 }
 
 /* Bind the deferred norm of the previous launch, and the one for the next. */
@@ -15372,6 +15518,7 @@ static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
     a.n_in = l->op->matmul.n_in;
     a.n_cols = n_cols;
     a.glu = f->glu != RF_NONE;
+    a.is_gelu = a.glu && ops[f->glu].glu.activation == RF_ACT_GELU;
     a.n_tiles = a.glu ? a.part[0].end_block : blocks;
     if (f->norm != RF_NONE) {
         const rf_op *norm = &ops[f->norm];
@@ -15383,6 +15530,7 @@ static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
     }
     z.x = a.from, z.x_stride = a.from_stride, z.rows = a.rows, z.n = a.n_in, z.to = p->few;
     z.norm = a.norm, z.norm_type = a.norm_type;
+    z.add = rfk_bind_post_norm(p, l->step, f, &z.x);
     rfk_config c = {dim3(a.n_cols, rfk_ceil_div(a.n_in, 4 * RFK_BLOCK)), dim3(RFK_BLOCK), 0, rfk_early_carveout(l),
                     l->q->stream};
     rf_result r = rfk_enqueue_config(l, RFK_BY_WAVE(l, rfk_few_quantize<32>, rfk_few_quantize<64>), c, z);
@@ -15428,6 +15576,7 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     memcpy(a.part, products.part, sizeof a.part);
     if (f->is_int8) a.x8 = p->x8;
     else a.x = rfk_at_step(l, p->ops[source].in, ops[source].in);
+    a.add = rfk_bind_post_norm(p, l->step, f, &a.x);
     if (f->norm != RF_NONE) {
         const rf_op *norm = &ops[f->norm];
         a.norm = rfk_vector(p, norm->weight, 0, &a.norm_type);
@@ -15437,6 +15586,7 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     }
     a.n_in = l->op->matmul.n_in;
     a.glu = f->glu != RF_NONE;
+    a.is_gelu = a.glu && ops[f->glu].glu.activation == RF_ACT_GELU;
     if (f->to_int8) a.to8 = p->x8;
     if (rfk_pushes(p, l->step, f->products) == RFK_PUSHES_FLAGGED) a.sum = rfk_sum_of(l, f->products + 1);
     rfk_bind_deferred_norm(p, f, &a);
@@ -15850,7 +16000,7 @@ static rf_result rfk_run_fused(rf_prepared *p, rf_queue *q, const rf_step *step,
     if (f->kind == RFK_FUSED_ATTENTION && rfk_takes_decode_attention(p, step)) return rfk_run_decode_attention(&l, f);
     if (f->kind == RFK_FUSED_NORM_DOTS) return rfk_run_norm_dots(&l, f);
     if (f->kind == RFK_FUSED_UP || f->kind == RFK_FUSED_DOWN) return rfk_run_mixture(&l, f);
-    if (f->kind == RFK_FUSED_OP && rfk_makes_route(p, i + 1)) return RF_OK;
+    if (f->kind == RFK_FUSED_OP && (rfk_makes_route(p, i + 1) || rfk_takes_post_norm(p, step, i + 1))) return RF_OK;
     return rfk_run_each(p, q, step, f, err);
 }
 
