@@ -1322,8 +1322,9 @@ static std::vector<float> mixture_part(const MixtureCase &c, const MixtureInputs
 static void test_mixture_parts() {
     static const uint32_t kinds[] = {RF_TYPE_Q4_K, RF_TYPE_Q8_0, RF_TYPE_MXFP4, RF_TYPE_Q6_K, RF_TYPE_F16, RF_TYPE_IQ4_XS};
     for (uint32_t k = 0; k < sizeof kinds / sizeof *kinds * 2; k++) {
-        const uint32_t type = kinds[k / 2], block = block_elements(type), wide = block < 64 ? 128 : block;
-        const MixtureCase c = {type, wide, wide, 3, 8, wide, k % (uint32_t)devices.size(), k % 2 ? 5u : 1u + k / 2 % 2, k % 3 == 1, k % 4 == 3};
+        const bool large = kinds[k / 2] == RF_TYPE_Q8_0; /* down reads more than its block quantizes at once */
+        const uint32_t type = kinds[k / 2], block = block_elements(type), wide = large ? 512 : block < 64 ? 128 : block;
+        const MixtureCase c = {type, wide, wide, large ? 8u : 3u, 8, wide, k % (uint32_t)devices.size(), k % 2 ? 5u : 1u + k / 2 % 2, k % 3 == 1, k % 4 == 3};
         MixtureInputs i;
         for (int j = 0; j < 3; j++) {
             i.w[j] = random_rows(type, wide, wide * c.n_experts), i.shared[j] = random_rows(type, wide, wide);
