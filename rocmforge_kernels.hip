@@ -1788,7 +1788,7 @@ template <int WAVE, class R> RFK_DEVICE void rfk_norm_wide(const rfk_norm_args &
             rfk_norm_get4(w, i, a.n, factor);
             for (uint32_t k = 0; k < 4; k++) x[j][k] = rfk_mul(rfk_mul(x[j][k], scale), factor[k]);
             if (a.before) {
-                rfk_norm_get4(a.before + rfk_norm_at(a), i, a.n, factor);
+                rfk_norm_get4(a.before + (out - a.out), i, a.n, factor);
                 for (uint32_t k = 0; k < 4; k++) x[j][k] += factor[k];
             }
             if (out) rfk_set4(out, i, a.n, x[j]);
@@ -4009,10 +4009,10 @@ RFK_DEVICE float rfk_take(const rfk_members_args &a, const rfk_product_sum &s, u
 
 /* ---- one column ----
  * The fused matvec of a decode step. A block keeps the column as int8 in shared memory, in the order in which lanes
- * read it, and makes it itself: from floats, from the RMS norm of floats, or from int8 rows. Waves take rows of W in
- * turn, lanes fragments of 64 weights. A lane loads its next fragment as soon as the registers of the last one are
- * free, and its first one before the previous kernel has ended. Which lane adds which products, and in what order,
- * depends on the type and n_in alone. */
+ * read it, and makes it itself: from floats, from the RMS norm of floats, both also behind a post-norm, or from int8
+ * rows. Waves take rows of W in turn, lanes fragments of 64 weights. A lane loads its next fragment as soon as the
+ * registers of the last one are free, and its first one before the previous kernel has ended. Which lane adds which
+ * products, and in what order, depends on the type and n_in alone. */
 
 #if defined(ROCMFORGE_HIP_EMU) /* as the GPUs below, by device */
 #define RFK_FUSED_BLOCK blockDim.x
@@ -4185,7 +4185,7 @@ RFK_DEVICE void rfk_norm_weights(const rfk_fused_args &a, uint32_t i, float *w) 
     for (uint32_t k = 0; k < 4; k++) w[k] = rfk_load_any(a.norm, a.norm_type, 4 * (size_t)i + k);
 }
 
-/* Before the launches before have ended: what a column is made from and does not depend on them, to the L2 cache. */
+/* The weights of norms to the L2 cache, before the previous kernel has ended. */
 RFK_DEVICE void rfk_prefetch_norms(const rfk_fused_args &a) {
 #if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
     const uint32_t i = 32 * threadIdx.x;
@@ -15435,9 +15435,10 @@ static void rfk_begin_fused(rf_prepared *p, uint32_t begin, uint32_t end) {
 /* Whether launch k makes the post-norm that is the launch before it. In a step of one row it leaves the sum elsewhere,
  * or takes it from there: then a launch of this call has to put it back. */
 static bool rfk_takes_post_norm(const rf_prepared *p, const rf_step *step, uint32_t k) {
-    if (k <= p->fused_begin || k >= p->fused_end || p->fused[k].kind != RFK_FUSED_MATVEC || p->fused[k].add == RF_NONE)
-        return false;
-    return step->n_rows > 1 || p->moved != RF_NONE || p->fused[k].add_next < p->fused_end;
+    const rfk_fused *f = &p->fused[k];
+    if (k <= p->fused_begin || k >= p->fused_end || f->kind != RFK_FUSED_MATVEC || f->add == RF_NONE) return false;
+    return step->n_rows > 1 || p->moved == p->plan->ops[f->add].out ||
+           (p->moved == RF_NONE && f->add_next < p->fused_end);
 }
 
 /* Bind that post-norm; *x is what it is added to. */

@@ -244,15 +244,16 @@ static void test_rows_alone(void) {
     for (uint32_t k = 0; k < 2 && device_name(k); k++) rows_on(device_name(k), k);
 #ifdef RF_TEST_EMU
     static const struct {
-        const char *what;
+        const char *what, *arch;
         uint32_t n_ff, gate, up;
-    } by_mma[] = {{"q4_K by mma.sync", 2560, MG_Q4_K, MG_Q4_K}, {"q6_K by mma.sync", 4864, MG_Q6_K, MG_Q6_K}, {"q4_K beside q6_K by mma.sync", 512, MG_Q4_K, MG_Q6_K}};
+    } by_mma[] = {{"q4_K by mma.sync", "llama", 2560, MG_Q4_K, MG_Q4_K}, {"q6_K by mma.sync", "llama", 4864, MG_Q6_K, MG_Q6_K},
+                  {"q4_K beside q6_K by mma.sync", "llama", 512, MG_Q4_K, MG_Q6_K}, {"gemma3 by mma.sync", "gemma3", 512, MG_Q4_K, MG_Q4_K}};
     /* They have ways of their own, of 8 and of 16 columns; rows of more blocks than a tile has waves, and of more than twice as many. */
     for (uint32_t k = 0; k < 2 * RFT_COUNT(by_mma); k++) {
         const uint32_t t = k % RFT_COUNT(by_mma);
         mg_buf file = {0};
         hip_emu_matrix_unit(0, k < RFT_COUNT(by_mma) ? HIP_EMU_SM80 : HIP_EMU_SM90);
-        mg_llama(&file, &(mg_options){.type = by_mma[t].gate, .use_mix = 2, .mix_type = by_mma[t].up, .seed = 9, .n_ff = by_mma[t].n_ff, .n_layers = 1});
+        mg_llama(&file, &(mg_options){.arch = by_mma[t].arch, .type = by_mma[t].gate, .use_mix = 2, .mix_type = by_mma[t].up, .seed = 9, .n_ff = by_mma[t].n_ff, .n_layers = 1});
         rows_case(&file, NULL, "hip:0", RF_CACHE_F16, by_mma[t].what);
         mg_free(&file);
     }

@@ -2798,8 +2798,8 @@ static void fill_states(Rig &g, const DecoderShape &c, uint32_t n_seq) {
 }
 
 /* Two tokens of a prompt, then tokens one by one. Two sequences alike in one step: kernels of several rows; one: those of one row;
- * whole: from a graph. Returns the logits of all steps. */
-static std::vector<float> decoder_run(rf_dev *d, const DecoderShape &c, uint32_t n_seq, bool whole) {
+ * whole: from a graph. Returns the logits of all steps; *launches becomes how many the last one had. */
+static std::vector<float> decoder_run(rf_dev *d, const DecoderShape &c, uint32_t n_seq, bool whole, uint64_t *launches = NULL) {
     std::vector<float> all;
     Rig g(d);
     uint32_t logits = decoder_model(g, c);
@@ -2821,7 +2821,9 @@ static std::vector<float> decoder_run(rf_dev *d, const DecoderShape &c, uint32_t
             }
             last.push_back((uint32_t)rows.size() - 1);
         }
+        const uint64_t before = api->plan_stats(g.prepared).launches;
         CHECK(g.run(rows, last) == RF_OK, "%s", g.err.text);
+        if (launches) *launches = api->plan_stats(g.prepared).launches - before;
         std::vector<float> y = g.get(logits);
         for (uint32_t s = 1; s < n_seq; s++)
             CHECK(memcmp(&y[0], &y[(size_t)s * decoder_vocab], decoder_vocab * 4) == 0, "sequences alike differ");
@@ -2898,9 +2900,17 @@ static void test_decode_step() {
             compare(one, want, exact ? 3e-5 : 1e-2, exact ? 1e-9 : 1e-5, type_name(c.type));
 #ifdef RF_TEST_EMU
             uint64_t before = hip_emu_get_counts().replays;
-            CHECK(same_bits(one, decoder_run(devices[d], c, 1, true)), "a graph gives other bits: shape %zu", i);
+            uint64_t launches = 0;
+            CHECK(same_bits(one, decoder_run(devices[d], c, 1, true, &launches)), "a graph gives other bits: shape %zu", i);
             const uint64_t steps = c.cache == RF_CACHE_Q8_0 && c.dim == 32 ? 0 : decoder_places(c).size() - 1;
             CHECK(hip_emu_get_counts().replays - before == steps, "steps were not replayed: shape %zu", i);
+            if (c.post_norms) { /* only the last one, behind which rows are gathered, is a launch of its own */
+                DecoderShape plain = c;
+                uint64_t fewer = 0;
+                plain.post_norms = false;
+                (void)decoder_run(devices[d], plain, 1, true, &fewer);
+                CHECK(launches == fewer + 1, "%u launches with post-norms, %u without: shape %zu", (uint32_t)launches, (uint32_t)fewer, i);
+            }
 #else
             CHECK(same_bits(one, decoder_run(devices[d], c, 1, true)), "a graph gives other bits: shape %zu", i);
 #endif
