@@ -10492,6 +10492,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_angles(rfk_angles_args a) {
 }
 
 #define RFK_DECODE_CELLS 64u /* positions of a split, at least */
+#define RFK_DECODE_GROUP 4u  /* queries of a block, at most: larger groups take two, which read the same cells */
 #define RFK_DECODE_NEAR 1024u /* positions: rows of up to so many have RFK_CLUSTER splits at most, where clusters are */
 #define RFK_CLUSTER 8u       /* blocks of a cluster, at most: every GPU that has clusters has room for these */
 
@@ -10509,6 +10510,7 @@ struct rfk_decode_attention_args {
     uint32_t norm_type[2], n_heads, n_kv_heads, head_dim, n_rot, neox, n_cells;
     uint32_t q_stride, k_stride, v_stride, out_stride; /* from row to row */
     uint32_t n_shared;                            /* rows that share the grid's splits; 0: each has the same number */
+    uint32_t group, halves, column;               /* queries of a KV head; 1: in two columns; of a column, at most */
     uint32_t n_near;                              /* rows of up to so many positions have RFK_CLUSTER splits at most */
     uint32_t is_cluster;                          /* the splits of a row are a cluster */
     uint32_t is_stored;                           /* the step's keys and values are in their cells already */
@@ -10602,13 +10604,23 @@ template <int PER> struct rfk_decode_raw<rfk_q8, PER> {
 /* PER lanes share a position, eight values each; a block takes SLOTS positions at a time, T times. The T scores of each
  * of G queries are distributed over the PER lanes, KEPT a lane. */
 template <class KV, int G, int PER> struct rfk_decode_shape {
-    /* FEW: few registers are left */
-    static const bool FEW = G > 4 || sizeof(KV) > 2;
-    static const int T = FEW ? 2 : 4, N = G * T, KEPT = N > PER ? N / PER : 1,
-                     COPIES = PER > N ? PER / N : 1, /* lanes with the same score */
+    static const int T = sizeof(KV) > 2 ? 2 : 4,     /* floats take more registers */
+        N = G * T, KEPT = N > PER ? N / PER : 1,
+        COPIES = PER > N ? PER / N : 1,              /* lanes with the same score */
         LANES = PER / G,                             /* lanes of a query */
         SLOTS = RFK_BLOCK / PER;
 };
+
+/* The queries of a block, of one KV head: its group or half of it. Made anew where it is used: registers are few. */
+struct rfk_decode_heads {
+    uint32_t kv_head, first, n;
+};
+RFK_DEVICE rfk_decode_heads rfk_decode_heads_of(const rfk_decode_attention_args &a) {
+    const uint32_t x = rfk_computed_here(blockIdx.x), kv_head = x >> a.halves, at = (x & a.halves) * a.column,
+                   left = a.group - at;
+    const rfk_decode_heads heads = {kv_head, kv_head * a.group + at, left < a.column ? left : a.column};
+    return heads;
+}
 
 /* A block's split of a row. Visible positions are divided evenly over the splits: see rfk_decode_min. */
 struct rfk_decode_share {
@@ -10616,7 +10628,7 @@ struct rfk_decode_share {
     uint32_t slot;             /* where the parts of the row's splits begin, in splits */
 };
 
-#define RFK_DECODE_JOIN 4096 /* floats: from eight waves, eight heads of 64, four of 128 or two of 256 */
+#define RFK_DECODE_JOIN 4096 /* floats: from eight waves, four heads of 128 or two of 256 */
 #define RFK_DECODE_SPLITS 64u
 template <int G, int PER> struct rfk_decode_shared {
     alignas(16) float x[G + 2][PER * 8];  /* the queries, the new key, the new value */
@@ -10659,12 +10671,13 @@ RFK_DEVICE void rfk_decode_norms(rfk_decode_shared<G, PER> &s, const rfk_decode_
     __syncthreads();
 }
 
-/* To s.x: the KV head's queries, normed, rotated and scaled, and the new key and value if this block owns them, a wave
+/* To s.x: the block's queries, normed, rotated and scaled, and the new key and value if its split owns them, a wave
  * each. Scores are exponents of 2. */
 template <int WAVE, int G, int PER>
 RFK_DEVICE void rfk_decode_queries(rfk_decode_shared<G, PER> &s, const rfk_decode_attention_args &a, uint32_t row,
-                                uint32_t group, bool owns_key, const rfk_decode_pairs<WAVE, PER> &pairs) {
+                                   bool owns_key, const rfk_decode_pairs<WAVE, PER> &pairs) {
     const int N = rfk_decode_pairs<WAVE, PER>::N, WAVES = RFK_BLOCK / WAVE, AT_ONCE = G + 2 > WAVES ? 2 : 1;
+    const rfk_decode_heads heads = rfk_decode_heads_of(a);
     const uint32_t lane = threadIdx.x % WAVE;
     RFK_UNROLL(1)
     for (uint32_t h0 = threadIdx.x / WAVE; h0 < (uint32_t)G + 2; h0 += AT_ONCE * WAVES) {
@@ -10672,11 +10685,11 @@ RFK_DEVICE void rfk_decode_queries(rfk_decode_shared<G, PER> &s, const rfk_decod
         RFK_UNROLL(2)
         for (uint32_t j = 0; j < (uint32_t)AT_ONCE; j++) {
             const uint32_t h = h0 + j * WAVES;
-            const bool wanted = h < G ? h < group : owns_key && h < G + 2;
+            const bool wanted = h < G ? h < heads.n : owns_key && h < G + 2;
             const float *from = h > G    ? a.v + (size_t)row * a.v_stride
                                 : h == G ? a.k + (size_t)row * a.k_stride
                                          : a.q + (size_t)row * a.q_stride;
-            from += (h < G ? (size_t)blockIdx.x * group + h : blockIdx.x) * a.head_dim;
+            from += (h < G ? heads.first + h : heads.kv_head) * a.head_dim;
             RFK_UNROLL(4)
             for (uint32_t k = 0; k < (uint32_t)N; k++) {
                 bool inside = wanted && 2 * (lane + k * WAVE) < a.head_dim;
@@ -10788,7 +10801,6 @@ RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const r
     for (int t = 0; t < S::T; t++) o.k[t].values(keys[t]);
     RFK_UNROLL(8)
     for (int g = 0; g < G; g++) { /* a query is read once for all positions */
-        if (G > 4) rfk_compiler_fence();
         const float4 *q = reinterpret_cast<const float4 *>(&s.x[g][lane * 8]);
         const float4 q0 = q[0], q1 = q[1];
         RFK_UNROLL(4)
@@ -10839,7 +10851,7 @@ RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const r
                                    in.older_end);
 }
 
-/* Where the results of a KV head go, and the parts of its splits. is_cluster: `part` is in the shared memory of
+/* Where the results of a block's queries go, and the parts of its splits. is_cluster: `part` is in the shared memory of
  * the split's block. */
 struct rfk_decode_output {
     float *out, *part;
@@ -10848,14 +10860,14 @@ struct rfk_decode_output {
 };
 RFK_DEVICE rfk_decode_output rfk_decode_output_of(const rfk_decode_attention_args &a, const rfk_decode_share &share,
                                                   float *shared) {
-    const uint32_t group = a.n_heads / a.n_kv_heads, first = blockIdx.x * group;
-    const size_t part = (size_t)(share.slot * a.n_heads + first * share.most) * (a.head_dim + 4);
+    const rfk_decode_heads heads = rfk_decode_heads_of(a);
+    const size_t part = (size_t)(share.slot * a.n_heads + heads.first * share.most) * (a.head_dim + 4);
     const rfk_decode_output to = {a.out + (size_t)share.row * a.out_stride, a.is_cluster ? shared : a.part + part, a.x8,
-                                  first, group, a.n_heads, a.head_dim, a.is_cluster};
+                                  heads.first, heads.n, a.n_heads, a.head_dim, a.is_cluster};
     return to;
 }
 
-/* Values 4c .. 4c + 3 of the result of a query of the group, also quantized. All lanes of the wave take part. Called:
+/* Values 4c .. 4c + 3 of the result of a query of the block, also quantized. All lanes of the wave take part. Called:
  * kernels need it several times. */
 template <int WAVE>
 RFK_CALLED void rfk_decode_out(rfk_decode_output to, uint32_t query, uint32_t c, float4 four, bool inside) {
@@ -10965,7 +10977,7 @@ RFK_DEVICE void rfk_decode_join(rfk_decode_shared<G, PER> &s, const rfk_decode_o
     }
 }
 
-/* Whether this is the last block of the KV head to finish: it sees the parts of the others. */
+/* Whether this is the last split of these queries to finish: it sees the parts of the others. */
 template <int G, int PER>
 RFK_DEVICE bool rfk_decode_last(rfk_decode_shared<G, PER> &s, const rfk_decode_attention_args &a, uint32_t row) {
     uint32_t *ticket = a.tickets + row * gridDim.x + blockIdx.x;
@@ -11002,38 +11014,34 @@ RFK_DEVICE float4 rfk_decode_load_part(const float *p) {
 }
 
 /* Combine up to RFK_CLUSTER splits, four values of a query a thread: all loads are in flight at once. Called: one copy
- * for all kernels, whose groups have up to G queries of 4 * row values. */
-template <int WAVE>
-RFK_CALLED void rfk_decode_join_near(rfk_decode_output out, uint32_t n_splits, uint32_t G, uint32_t row) {
-    RFK_UNROLL(1)
-    for (uint32_t i = threadIdx.x; i < G * row || i == threadIdx.x; i += RFK_BLOCK) {
-        const uint32_t g = i / row, c = i % row;
-        const bool inside = g < out.group && c * 4 < out.head_dim;
-        float x[4] = {0, 0, 0, 0}, largest[RFK_CLUSTER], sum[RFK_CLUSTER], v[RFK_CLUSTER][4], top = -3e38f, all = 0;
-        if (inside) {
-            RFK_UNROLL(8)
-            for (uint32_t k = 0; k < RFK_CLUSTER; k++) {
-                const uint32_t y = k < n_splits ? k : n_splits - 1; /* behind the last: its weight is 0 */
-                const float *part = out.is_cluster ? rfk_of_cluster(out.part, y) : rfk_decode_part(out, y);
-                const float4 four = reinterpret_cast<const float4 *>(part)[g * (out.head_dim / 4) + c];
-                const float2 two = reinterpret_cast<const float2 *>(part)[out.group * (out.head_dim / 2) + g];
-                largest[k] = two.x, sum[k] = two.y;
-                v[k][0] = four.x, v[k][1] = four.y, v[k][2] = four.z, v[k][3] = four.w;
-            }
-            RFK_UNROLL(8)
-            for (uint32_t k = 0; k < RFK_CLUSTER; k++) top = fmaxf(top, largest[k]);
-            RFK_UNROLL(8)
-            for (uint32_t k = 0; k < RFK_CLUSTER; k++) {
-                const float weight = k < n_splits ? exp2f(largest[k] - top) : 0.0f;
-                all += weight * sum[k];
-                for (int e = 0; e < 4; e++) x[e] += weight * v[k][e];
-            }
-            all = 1.0f / all;
+ * for all kernels, whose blocks have up to RFK_BLOCK / row queries of 4 * row values. */
+template <int WAVE> RFK_CALLED void rfk_decode_join_near(rfk_decode_output out, uint32_t n_splits, uint32_t row) {
+    const uint32_t g = threadIdx.x / row, c = threadIdx.x % row;
+    const bool inside = g < out.group && c * 4 < out.head_dim;
+    float x[4] = {0, 0, 0, 0}, largest[RFK_CLUSTER], sum[RFK_CLUSTER], v[RFK_CLUSTER][4], top = -3e38f, all = 0;
+    if (inside) {
+        RFK_UNROLL(8)
+        for (uint32_t k = 0; k < RFK_CLUSTER; k++) {
+            const uint32_t y = k < n_splits ? k : n_splits - 1; /* behind the last: its weight is 0 */
+            const float *part = out.is_cluster ? rfk_of_cluster(out.part, y) : rfk_decode_part(out, y);
+            const float4 four = reinterpret_cast<const float4 *>(part)[g * (out.head_dim / 4) + c];
+            const float2 two = reinterpret_cast<const float2 *>(part)[out.group * (out.head_dim / 2) + g];
+            largest[k] = two.x, sum[k] = two.y;
+            v[k][0] = four.x, v[k][1] = four.y, v[k][2] = four.z, v[k][3] = four.w;
         }
-        if (out.is_cluster && i + RFK_BLOCK >= G * row) rfk_arrive_at_cluster(); /* shared memory of others is read */
-        const float4 four = {x[0] * all, x[1] * all, x[2] * all, x[3] * all};
-        rfk_decode_out<WAVE>(out, g, c, four, inside);
+        RFK_UNROLL(8)
+        for (uint32_t k = 0; k < RFK_CLUSTER; k++) top = fmaxf(top, largest[k]);
+        RFK_UNROLL(8)
+        for (uint32_t k = 0; k < RFK_CLUSTER; k++) {
+            const float weight = k < n_splits ? exp2f(largest[k] - top) : 0.0f;
+            all += weight * sum[k];
+            for (int e = 0; e < 4; e++) x[e] += weight * v[k][e];
+        }
+        all = 1.0f / all;
     }
+    if (out.is_cluster) rfk_arrive_at_cluster(); /* the others' shared memory is read */
+    const float4 four = {x[0] * all, x[1] * all, x[2] * all, x[3] * all};
+    rfk_decode_out<WAVE>(out, g, c, four, inside);
 }
 
 /* Weights of the splits, a wave for each query, to join: [query][RFK_DECODE_SPLITS]. */
@@ -11063,53 +11071,49 @@ template <int WAVE> RFK_DEVICE void rfk_decode_weights(float *join, const rfk_de
     }
 }
 
-/* Combine more splits. Sets of threads take parts in turn. Called: one copy for all kernels, whose groups have up to G
+/* Combine more splits. Sets of threads take parts in turn. Called: one copy for all kernels, whose blocks have up to G
  * queries of 4 * row values. */
 template <int WAVE>
 RFK_CALLED void rfk_decode_join_splits(float *join, rfk_decode_output out, uint32_t n_splits, uint32_t G,
                                        uint32_t row) {
-    const uint32_t all = G * row, columns = all < RFK_BLOCK ? all : RFK_BLOCK, sets = RFK_BLOCK / columns,
-                   AT_ONCE = 16, /* parts in flight a thread */
-        set = threadIdx.x / columns, stride = out.group * (out.head_dim + 4);
+    const uint32_t columns = G * row, sets = RFK_BLOCK / columns, AT_ONCE = 16, /* parts in flight a thread */
+        set = threadIdx.x / columns, stride = out.group * (out.head_dim + 4), i = threadIdx.x % columns, g = i / row,
+                   c = i % row;
     float *sums = join + G * RFK_DECODE_SPLITS;
+    const bool inside = g < out.group && c * 4 < out.head_dim;
+    const float *part = rfk_decode_part(out, 0) + (inside ? g * out.head_dim + c * 4 : 0);
+    float x[4] = {0, 0, 0, 0};
     RFK_UNROLL(1)
-    for (uint32_t first = 0; first < all; first += columns) {
-        const uint32_t i = first + threadIdx.x % columns, g = i / row, c = i % row;
-        const bool inside = g < out.group && c * 4 < out.head_dim;
-        const float *part = rfk_decode_part(out, 0) + (inside ? g * out.head_dim + c * 4 : 0);
-        float x[4] = {0, 0, 0, 0};
-        RFK_UNROLL(1)
-        for (uint32_t y0 = 0; y0 < n_splits; y0 += sets * AT_ONCE) {
-            float v[AT_ONCE][4];
-            RFK_UNROLL(16)
-            for (uint32_t k = 0; k < AT_ONCE; k++) {
-                const uint32_t y = y0 + set + k * sets, last = n_splits - 1; /* behind the last: its weight is 0 */
-                const float4 four = rfk_decode_load_part(part + (y < last ? y : last) * stride);
-                v[k][0] = four.x, v[k][1] = four.y, v[k][2] = four.z, v[k][3] = four.w;
-            }
-            if (first == 0 && y0 == 0) {
-                rfk_decode_weights<WAVE>(join, out, n_splits);
-                __syncthreads();
-            }
-            RFK_UNROLL(16)
-            for (uint32_t k = 0; k < AT_ONCE; k++) {
-                const uint32_t y = y0 + set + k * sets;
-                const float weight = inside && y < n_splits ? join[g * RFK_DECODE_SPLITS + y] : 0.0f;
-                for (int e = 0; e < 4; e++) x[e] += weight * v[k][e];
-            }
+    for (uint32_t y0 = 0; y0 < n_splits; y0 += sets * AT_ONCE) {
+        float v[AT_ONCE][4];
+        RFK_UNROLL(16)
+        for (uint32_t k = 0; k < AT_ONCE; k++) {
+            const uint32_t y = y0 + set + k * sets, last = n_splits - 1; /* behind the last: its weight is 0 */
+            const float4 four = rfk_decode_load_part(part + (y < last ? y : last) * stride);
+            v[k][0] = four.x, v[k][1] = four.y, v[k][2] = four.z, v[k][3] = four.w;
         }
-        if (sets > 1) {
-            const float4 four = {x[0], x[1], x[2], x[3]};
-            reinterpret_cast<float4 *>(sums)[threadIdx.x] = four;
+        if (y0 == 0) {
+            rfk_decode_weights<WAVE>(join, out, n_splits);
             __syncthreads();
-            for (uint32_t k = 1; k < sets && set == 0; k++) {
-                const float4 more = reinterpret_cast<const float4 *>(sums)[k * columns + threadIdx.x];
-                x[0] += more.x, x[1] += more.y, x[2] += more.z, x[3] += more.w;
-            }
         }
-        const float4 four = {x[0], x[1], x[2], x[3]};
-        rfk_decode_out<WAVE>(out, g, c, four, inside && set == 0);
+        RFK_UNROLL(16)
+        for (uint32_t k = 0; k < AT_ONCE; k++) {
+            const uint32_t y = y0 + set + k * sets;
+            const float weight = inside && y < n_splits ? join[g * RFK_DECODE_SPLITS + y] : 0.0f;
+            for (int e = 0; e < 4; e++) x[e] += weight * v[k][e];
+        }
     }
+    if (sets > 1) {
+        const float4 four = {x[0], x[1], x[2], x[3]};
+        reinterpret_cast<float4 *>(sums)[threadIdx.x] = four;
+        __syncthreads();
+        for (uint32_t k = 1; k < sets && set == 0; k++) {
+            const float4 more = reinterpret_cast<const float4 *>(sums)[k * columns + threadIdx.x];
+            x[0] += more.x, x[1] += more.y, x[2] += more.z, x[3] += more.w;
+        }
+    }
+    const float4 four = {x[0], x[1], x[2], x[3]};
+    rfk_decode_out<WAVE>(out, g, c, four, inside && set == 0);
 }
 
 /* Store the new key and value in their cell; k and v begin at the head's first cell. */
@@ -11158,7 +11162,8 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_decode_keys(rfk_decode_attenti
     rfk_decode_norms<1, PER>(s, a);
     rfk_start_next();
     rfk_wait_previous();
-    rfk_decode_queries<WAVE, 1, PER>(s, a, blockIdx.z, 0, true, pairs);
+    a.halves = a.group = a.column = 0; /* no queries: grid column x is KV head x */
+    rfk_decode_queries<WAVE, 1, PER>(s, a, blockIdx.z, true, pairs);
     __syncthreads();
     const size_t head = rfk_decode_raw<KV, PER>::row(1, a.head_dim) *
                         ((size_t)row.seq * a.n_kv_heads + blockIdx.x) * a.n_cells;
@@ -11234,16 +11239,16 @@ RFK_DEVICE rfk_decode_share rfk_decode_share_of(const rfk_decode_share &found, u
     return o;
 }
 
-/* grid [n_kv_heads, splits, rows], or [n_kv_heads, splits of all rows]   block 256   LDS up to 27 KiB
- * cluster [1, up to RFK_CLUSTER, 1]
- * Reads each key and value once for the whole group. Blocks without positions return. */
+/* grid [columns, splits, rows], or [columns, splits of all rows]   columns: KV heads, or halves of their groups
+ * block 256   LDS up to 27 KiB   cluster [1, up to RFK_CLUSTER, 1]
+ * Reads each key and value once for all queries of a column. Blocks without positions return. */
 template <int WAVE, class KV, int G, int PER>
-static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_decode_attention(rfk_decode_attention_args a) {
+static __global__ void RFK_RESIDENT(RFK_BLOCK, 2) rfk_decode_attention(rfk_decode_attention_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
     typedef rfk_decode_shape<KV, G, PER> S;
     typedef rfk_decode_shared<G, PER> shared;
     RFK_SHARED(shared, s);
-    const uint32_t kv_head = blockIdx.x, group = a.n_heads / a.n_kv_heads, pass = S::T * S::SLOTS;
+    const uint32_t pass = S::T * S::SLOTS;
     /* written before the previous kernel began: the step's rows, angles, keys and values of older positions */
     rfk_decode_share share = rfk_decode_share_of(s.share, 0);
     if (a.n_shared) {
@@ -11262,7 +11267,7 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_decode_atten
                    slot = threadIdx.x / PER;
     const bool owns_key = end == all && !a.is_stored, inside = lane * 8 < a.head_dim;
     const size_t head = rfk_decode_raw<KV, PER>::row(1, a.head_dim) *
-                        ((size_t)row.seq * a.n_kv_heads + kv_head) * a.n_cells;
+                        ((size_t)row.seq * a.n_kv_heads + (blockIdx.x >> a.halves)) * a.n_cells;
     const rfk_decode_cells<KV> in = {(const KV *)a.k_state + head + lane * 8, (const KV *)a.v_state + head + lane * 8,
                                      end, !inside ? 0 : owns_key ? all - 1 : end, owns_key ? all - 1 : RF_NONE};
     rfk_decode_work<KV, G, PER> work;
@@ -11275,17 +11280,19 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_decode_atten
     work.sum = 0;
     for (int g = 0; g < G; g++)
         for (int e = 0; e < 8; e++) work.acc[g][e] = 0;
-    if (a.sinks && share.split == 0 && slot == 0 && lane / S::LANES < group) {
-        const uint32_t h = kv_head * group + lane / S::LANES;
-        work.largest = rfk_load_any(a.sinks, a.sinks_type, h) * RFK_LOG2_E;
-        work.sum = lane % S::LANES == 0 ? 1.0f : 0.0f;
+    if (a.sinks && share.split == 0 && slot == 0) {
+        const rfk_decode_heads heads = rfk_decode_heads_of(a);
+        if (lane / S::LANES < heads.n) {
+            work.largest = rfk_load_any(a.sinks, a.sinks_type, heads.first + lane / S::LANES) * RFK_LOG2_E;
+            work.sum = lane % S::LANES == 0 ? 1.0f : 0.0f;
+        }
     }
     if (threadIdx.x == 0) s.n_splits = n_splits;
     rfk_decode_norms<G, PER>(s, a);
     if (!a.is_stored) rfk_wait_previous();
-    rfk_decode_queries<WAVE, G, PER>(s, a, share.row, group, owns_key, pairs);
+    rfk_decode_queries<WAVE, G, PER>(s, a, share.row, owns_key, pairs);
     __syncthreads();
-    if (owns_key)
+    if (owns_key) /* all columns of a KV head store the same */
         rfk_decode_store<WAVE>(s, (KV *)a.k_state + head, (KV *)a.v_state + head,
                                (uint32_t)row.pos % a.n_cells, a.head_dim);
     RFK_UNROLL(1)
@@ -11298,11 +11305,11 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_decode_atten
     if (out.is_cluster) {
         rfk_arrive_at_cluster();
         rfk_wait_for_cluster();
-        if (done.split == 0) rfk_decode_join_near<WAVE>(out, s.n_splits, G, PER * 2);
+        if (done.split == 0) rfk_decode_join_near<WAVE>(out, s.n_splits, PER * 2);
         else rfk_arrive_at_cluster();
         rfk_wait_for_cluster(); /* shared memory that is read stays */
     } else if (rfk_decode_last<G, PER>(s, a, done.row)) {
-        if (s.n_splits <= RFK_CLUSTER) rfk_decode_join_near<WAVE>(out, s.n_splits, G, PER * 2);
+        if (s.n_splits <= RFK_CLUSTER) rfk_decode_join_near<WAVE>(out, s.n_splits, PER * 2);
         else rfk_decode_join_splits<WAVE>(s.join, out, s.n_splits, G, PER * 2);
     }
 }
@@ -13583,16 +13590,20 @@ static void rfk_find_direct_plan(rf_prepared *p) {
     }
 }
 
+/* Columns of the fused attention's grid: KV heads, or halves of their groups of queries. */
+static uint32_t rfk_decode_columns(const rf_attention_params *a) {
+    return a->n_kv_heads * rfk_ceil_div(a->n_heads / a->n_kv_heads, RFK_DECODE_GROUP);
+}
+
 /* Splits of a decode step's attention: as many blocks a compute unit as fit at once. */
 static void rfk_choose_decode_splits(rf_prepared *p) {
-    uint32_t kv_heads = 0, fit = 2;
+    uint32_t columns = 0;
     for (uint32_t i = 0; i < p->n_fused; i++) {
         if (p->fused[i].kind != RFK_FUSED_ATTENTION) continue;
-        const rf_attention_params *a = &p->plan->ops[p->fused[i].attention].attention;
-        if (a->n_kv_heads > kv_heads) kv_heads = a->n_kv_heads;
-        if (a->n_heads / a->n_kv_heads > 4) fit = 1; /* as rfk_decode_attention's registers allow */
+        const uint32_t n = rfk_decode_columns(&p->plan->ops[p->fused[i].attention].attention);
+        if (n > columns) columns = n;
     }
-    p->decode_splits = kv_heads ? rfk_ceil_div(fit * (uint64_t)p->dev->info.compute_units, kv_heads) : 1;
+    p->decode_splits = columns ? rfk_ceil_div(2 * (uint64_t)p->dev->info.compute_units, columns) : 1;
     if (p->decode_splits > RFK_DECODE_SPLITS) p->decode_splits = RFK_DECODE_SPLITS;
     if (p->decode_splits == 0) p->decode_splits = 1;
 }
@@ -15289,14 +15300,12 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
 /* Instances cost time to compile: small groups take those of larger ones, above all with rare types of the cache. */
 template <int WAVE, class KV, int PER>
 static void (*rfk_decode_attention_of(uint32_t group))(rfk_decode_attention_args) {
-    const int MIN = sizeof(KV) == 2 ? 2 : sizeof(KV) == 1 ? 4 : 8;
-    if (group <= 2) return rfk_decode_attention<WAVE, KV, MIN, PER>;
-    if (group <= 4) return rfk_decode_attention<WAVE, KV, (MIN > 4 ? MIN : 4), PER>;
-    return rfk_decode_attention<WAVE, KV, 8, PER>;
+    if (group <= 2) return rfk_decode_attention<WAVE, KV, sizeof(KV) == 2 ? 2 : RFK_DECODE_GROUP, PER>;
+    return rfk_decode_attention<WAVE, KV, RFK_DECODE_GROUP, PER>;
 }
 template <int WAVE, class KV>
 static void (*rfk_decode_attention_by(const rf_op *op))(rfk_decode_attention_args) {
-    const uint32_t group = op->attention.n_heads / op->attention.n_kv_heads;
+    const uint32_t group = rfk_ceil_div(op->attention.n_heads, rfk_decode_columns(&op->attention));
     if (op->attention.head_dim <= 64) return rfk_decode_attention_of<WAVE, KV, sizeof(KV) == 4 ? 16 : 8>(group);
     if (op->attention.head_dim <= 128) return rfk_decode_attention_of<WAVE, KV, 16>(group);
     return rfk_decode_attention_of<WAVE, KV, 32>(group);
@@ -15384,6 +15393,9 @@ static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) 
     a.scale = att->scale;
     a.softcap = att->softcap * RFK_LOG2_E;
     a.softcap_factor = att->softcap == 0 ? 0 : 2 / att->softcap; /* 2 log2(e) / (softcap log2(e)) */
+    a.group = att->n_heads / att->n_kv_heads;
+    a.halves = a.group > RFK_DECODE_GROUP;
+    a.column = a.halves ? (a.group + 1) / 2 : a.group;
     a.n_near = p->dev->clusters ? RFK_DECODE_NEAR : 0;
     rfk_config c = {dim3(att->n_kv_heads, 1, l->n_rows), dim3(RFK_BLOCK), 0, rfk_early_carveout(l), l->q->stream, 0};
     if (a.is_stored) {
@@ -15394,7 +15406,7 @@ static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) 
     }
     a.n_shared = l->n_rows > RFK_FEW_MAX ? l->n_rows : 0;
     a.is_cluster = !a.n_shared && rfk_is_near(p, a.window);
-    c.grid = dim3(att->n_kv_heads, rfk_used_splits(p, a.window), l->n_rows);
+    c.grid = dim3(rfk_decode_columns(att), rfk_used_splits(p, a.window), l->n_rows);
     if (a.n_shared) c.grid = dim3(c.grid.x, rfk_shared_splits(p, a.window, l->n_rows));
     if (a.is_cluster) c.cluster = c.grid.y;
     void (*kernel)(rfk_decode_attention_args) = RFK_BY_WAVE(l, rfk_find_decode_attention<32>(p->cache_type, op),
