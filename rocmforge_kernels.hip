@@ -346,11 +346,13 @@ RFK_DEVICE uint32_t rfk_computed_here_amd(uint32_t v) {
 /* Launch parameters. early_carveout: 0, or the kernel may start while the one before it in the stream still runs
  * (programmatic dependent launch), because it calls rfk_wait_previous before it touches what others write. Then it is
  * the share of shared memory in a multiprocessor's L1, in percent, the same for all kernels of a step: it changes only
- * when the multiprocessor is idle. */
+ * when the multiprocessor is idle. cluster: 0, or so many blocks along y run at the same time and read each other's
+ * shared memory. */
 struct rfk_config {
     dim3 grid, block;
     uint32_t shared_bytes, early_carveout;
     hipStream_t stream;
+    uint32_t cluster;
 };
 
 /* Launch a kernel.   Returns the runtime's code. */
@@ -363,22 +365,28 @@ static hipError_t rfk_launch_config(void (*kernel)(P...), const rfk_config &c,
 #else
     void *list[] = {(void *)&args...};
 #if defined(RFK_NVIDIA)
-    if (c.early_carveout) {
+    if (c.early_carveout || c.cluster) {
         cudaLaunchConfig_t config;
-        cudaLaunchAttribute attributes[2];
+        cudaLaunchAttribute attributes[3], *next = attributes;
         memset(&config, 0, sizeof config);
         memset(attributes, 0, sizeof attributes);
-        attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        attributes[0].val.programmaticStreamSerializationAllowed = 1;
-        config.numAttrs = 1;
+        if (c.early_carveout) {
+            next->id = cudaLaunchAttributeProgrammaticStreamSerialization;
+            next++->val.programmaticStreamSerializationAllowed = 1;
 #if CUDART_VERSION >= 12060
-        attributes[1].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
-        attributes[1].val.sharedMemCarveout = c.early_carveout;
-        config.numAttrs = 2;
+            next->id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+            next++->val.sharedMemCarveout = c.early_carveout;
 #else
-        (void)cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                   (int)c.early_carveout);
+            (void)cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                       (int)c.early_carveout);
 #endif
+        }
+        if (c.cluster) {
+            next->id = cudaLaunchAttributeClusterDimension;
+            next->val.clusterDim.x = next->val.clusterDim.z = 1;
+            next++->val.clusterDim.y = c.cluster;
+        }
+        config.numAttrs = (unsigned)(next - attributes);
         config.gridDim = c.grid;
         config.blockDim = c.block;
         config.dynamicSmemBytes = c.shared_bytes;
@@ -393,7 +401,7 @@ static hipError_t rfk_launch_config(void (*kernel)(P...), const rfk_config &c,
 template <class... P>
 static hipError_t rfk_launch(void (*kernel)(P...), dim3 grid, dim3 block, hipStream_t stream,
                              typename rfk_same<P>::type... args) {
-    rfk_config c = {grid, block, 0, 0, stream};
+    rfk_config c = {grid, block, 0, 0, stream, 0};
     return rfk_launch_config(kernel, c, args...);
 }
 
@@ -412,6 +420,27 @@ RFK_DEVICE void rfk_wait_previous() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
     rfk_start_next();
+}
+
+/* Blocks of a cluster: what each wrote to shared memory before it arrived, the others read after their wait. */
+RFK_DEVICE void rfk_arrive_at_cluster() {
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
+#endif
+}
+RFK_DEVICE void rfk_wait_for_cluster() {
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+/* Where block `rank` of the cluster has what is at p in this block's shared memory. */
+RFK_DEVICE const float *rfk_of_cluster(const float *p, uint32_t rank) {
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm("mapa.u64 %0, %0, %1;" : "+l"(p) : "r"(rank));
+#else
+    (void)rank;
+#endif
+    return p;
 }
 
 #define RFK_BLOCK 256        /* threads of a block unless a kernel says otherwise */
@@ -10804,6 +10833,9 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_angles(rfk_angles_args a) {
 }
 
 #define RFK_DECODE_CELLS 64u /* positions of a split, at least */
+#define RFK_DECODE_GROUP 4u  /* queries of a block, at most: larger groups take two, which read the same cells */
+#define RFK_DECODE_NEAR 1024u /* positions: rows of up to so many have RFK_CLUSTER splits at most, where clusters are */
+#define RFK_CLUSTER 8u       /* blocks of a cluster, at most: every GPU that has clusters has room for these */
 
 struct rfk_decode_attention_args {
     const float *q, *k, *v;
@@ -10819,6 +10851,9 @@ struct rfk_decode_attention_args {
     uint32_t norm_type[2], n_heads, n_kv_heads, head_dim, n_rot, neox, n_cells;
     uint32_t q_stride, k_stride, v_stride, out_stride; /* from row to row */
     uint32_t n_shared;                            /* rows that share the grid's splits; 0: each has the same number */
+    uint32_t group, halves, column;               /* queries of a KV head; 1: in two columns; of a column, at most */
+    uint32_t n_near;                              /* rows of up to so many positions have RFK_CLUSTER splits at most */
+    uint32_t is_cluster;                          /* the splits of a row are a cluster */
     uint32_t is_stored;                           /* the step's keys and values are in their cells already */
     uint32_t window, sinks_type;                  /* window 0: all positions */
     float eps[2], scale, softcap, softcap_factor; /* as rfk_softcap_exp2 takes them; softcap 0: none */
@@ -10910,21 +10945,31 @@ template <int PER> struct rfk_decode_raw<rfk_q8, PER> {
 /* PER lanes share a position, eight values each; a block takes SLOTS positions at a time, T times. The T scores of each
  * of G queries are distributed over the PER lanes, KEPT a lane. */
 template <class KV, int G, int PER> struct rfk_decode_shape {
-    /* FEW: few registers are left */
-    static const bool FEW = G > 4 || sizeof(KV) > 2;
-    static const int T = FEW ? 2 : 4, N = G * T, KEPT = N > PER ? N / PER : 1,
-                     COPIES = PER > N ? PER / N : 1, /* lanes with the same score */
+    static const int T = sizeof(KV) > 2 ? 2 : 4,     /* floats take more registers */
+        N = G * T, KEPT = N > PER ? N / PER : 1,
+        COPIES = PER > N ? PER / N : 1,              /* lanes with the same score */
         LANES = PER / G,                             /* lanes of a query */
         SLOTS = RFK_BLOCK / PER;
 };
 
-/* A block's split of a row. Visible positions are divided evenly over the splits, at least RFK_DECODE_CELLS each. */
+/* The queries of a block, of one KV head: its group or half of it. Made anew where it is used: registers are few. */
+struct rfk_decode_heads {
+    uint32_t kv_head, first, n;
+};
+RFK_DEVICE rfk_decode_heads rfk_decode_heads_of(const rfk_decode_attention_args &a) {
+    const uint32_t x = rfk_computed_here(blockIdx.x), kv_head = x >> a.halves, at = (x & a.halves) * a.column,
+                   left = a.group - at;
+    const rfk_decode_heads heads = {kv_head, kv_head * a.group + at, left < a.column ? left : a.column};
+    return heads;
+}
+
+/* A block's split of a row. Visible positions are divided evenly over the splits: see rfk_decode_min. */
 struct rfk_decode_share {
     uint32_t row, split, most; /* splits of the row, at most */
     uint32_t slot;             /* where the parts of the row's splits begin, in splits */
 };
 
-#define RFK_DECODE_JOIN 4096 /* floats: from eight waves, eight heads of 64, four of 128 or two of 256 */
+#define RFK_DECODE_JOIN 4096 /* floats: from eight waves, four heads of 128 or two of 256 */
 #define RFK_DECODE_SPLITS 64u
 template <int G, int PER> struct rfk_decode_shared {
     alignas(16) float x[G + 2][PER * 8];  /* the queries, the new key, the new value */
@@ -10967,12 +11012,13 @@ RFK_DEVICE void rfk_decode_norms(rfk_decode_shared<G, PER> &s, const rfk_decode_
     __syncthreads();
 }
 
-/* To s.x: the KV head's queries, normed, rotated and scaled, and the new key and value if this block owns them, a wave
+/* To s.x: the block's queries, normed, rotated and scaled, and the new key and value if its split owns them, a wave
  * each. Scores are exponents of 2. */
 template <int WAVE, int G, int PER>
 RFK_DEVICE void rfk_decode_queries(rfk_decode_shared<G, PER> &s, const rfk_decode_attention_args &a, uint32_t row,
-                                uint32_t group, bool owns_key, const rfk_decode_pairs<WAVE, PER> &pairs) {
+                                   bool owns_key, const rfk_decode_pairs<WAVE, PER> &pairs) {
     const int N = rfk_decode_pairs<WAVE, PER>::N, WAVES = RFK_BLOCK / WAVE, AT_ONCE = G + 2 > WAVES ? 2 : 1;
+    const rfk_decode_heads heads = rfk_decode_heads_of(a);
     const uint32_t lane = threadIdx.x % WAVE;
     RFK_UNROLL(1)
     for (uint32_t h0 = threadIdx.x / WAVE; h0 < (uint32_t)G + 2; h0 += AT_ONCE * WAVES) {
@@ -10980,11 +11026,11 @@ RFK_DEVICE void rfk_decode_queries(rfk_decode_shared<G, PER> &s, const rfk_decod
         RFK_UNROLL(2)
         for (uint32_t j = 0; j < (uint32_t)AT_ONCE; j++) {
             const uint32_t h = h0 + j * WAVES;
-            const bool wanted = h < G ? h < group : owns_key && h < G + 2;
+            const bool wanted = h < G ? h < heads.n : owns_key && h < G + 2;
             const float *from = h > G    ? a.v + (size_t)row * a.v_stride
                                 : h == G ? a.k + (size_t)row * a.k_stride
                                          : a.q + (size_t)row * a.q_stride;
-            from += (h < G ? (size_t)blockIdx.x * group + h : blockIdx.x) * a.head_dim;
+            from += (h < G ? heads.first + h : heads.kv_head) * a.head_dim;
             RFK_UNROLL(4)
             for (uint32_t k = 0; k < (uint32_t)N; k++) {
                 bool inside = wanted && 2 * (lane + k * WAVE) < a.head_dim;
@@ -11079,7 +11125,7 @@ RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const r
                                   rfk_decode_work<KV, G, PER> &o) {
     typedef rfk_decode_shape<KV, G, PER> S;
     const bool packed = rfk_decode_raw<KV, PER>::PACKED;
-    const uint32_t lane = threadIdx.x % PER, wave_lane = threadIdx.x % WAVE, base = wave_lane - lane;
+    const uint32_t thread = rfk_computed_here(threadIdx.x), lane = thread % PER, base = thread % WAVE - lane;
     float score[S::N], x[8], keys[S::T][8], keep;
     if (in.new_pos >= first && in.new_pos - first < (uint32_t)(S::T * S::SLOTS)) {
         rfk_decode_raw<KV, PER> made;
@@ -11096,7 +11142,6 @@ RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const r
     for (int t = 0; t < S::T; t++) o.k[t].values(keys[t]);
     RFK_UNROLL(8)
     for (int g = 0; g < G; g++) { /* a query is read once for all positions */
-        if (G > 4) rfk_compiler_fence();
         const float4 *q = reinterpret_cast<const float4 *>(&s.x[g][lane * 8]);
         const float4 q0 = q[0], q1 = q[1];
         RFK_UNROLL(4)
@@ -11147,33 +11192,33 @@ RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const r
                                    in.older_end);
 }
 
-/* Where the results of a KV head go, and the parts of its splits. */
+/* Where the results of a block's queries go, and the parts of its splits. is_cluster: `part` is in the shared memory of
+ * the split's block. */
 struct rfk_decode_output {
     float *out, *part;
     rfk_int8_rows x8;
-    uint32_t kv_head, group, n_heads, head_dim;
+    uint32_t first, group, n_heads, head_dim, is_cluster;
 };
-RFK_DEVICE rfk_decode_output rfk_decode_output_of(const rfk_decode_attention_args &a, uint32_t kv_head,
-                                                  uint32_t group, const rfk_decode_share &share) {
-    const rfk_decode_output to = {a.out + (size_t)share.row * a.out_stride,
-                                  a.part + (size_t)(share.slot * a.n_kv_heads + kv_head * share.most) * group *
-                                               (a.head_dim + 4),
-                                  a.x8, kv_head, group, a.n_heads, a.head_dim};
+RFK_DEVICE rfk_decode_output rfk_decode_output_of(const rfk_decode_attention_args &a, const rfk_decode_share &share,
+                                                  float *shared) {
+    const rfk_decode_heads heads = rfk_decode_heads_of(a);
+    const size_t part = (size_t)(share.slot * a.n_heads + heads.first * share.most) * (a.head_dim + 4);
+    const rfk_decode_output to = {a.out + (size_t)share.row * a.out_stride, a.is_cluster ? shared : a.part + part, a.x8,
+                                  heads.first, heads.n, a.n_heads, a.head_dim, a.is_cluster};
     return to;
 }
 
-/* Values 4c .. 4c + 3 of the result of a query of the group, also quantized. All lanes of the wave take part. Called:
- * kernels need it twice. */
+/* Values 4c .. 4c + 3 of the result of a query of the block, also quantized. All lanes of the wave take part. Called:
+ * kernels need it several times. */
 template <int WAVE>
 RFK_CALLED void rfk_decode_out(rfk_decode_output to, uint32_t query, uint32_t c, float4 four, bool inside) {
     const float x[4] = {four.x, four.y, four.z, four.w};
-    const uint32_t i = (to.kv_head * to.group + query) * (to.head_dim / 4) + c;
+    const uint32_t i = (to.first + query) * (to.head_dim / 4) + c;
     if (inside) reinterpret_cast<float4 *>(to.out)[i] = four;
     if (to.x8.q) rfk_quantize4<WAVE>(to.x8, 0, to.n_heads * to.head_dim, i, x, inside);
 }
 
-/* Where split y of the row and KV head leaves its weighted sums, [query][head_dim], and after them each query's maximum
- * and sum of weights. */
+/* Where split y leaves its weighted sums, [query][head_dim], and after them each query's maximum and sum of weights. */
 RFK_DEVICE float *rfk_decode_part(const rfk_decode_output &to, uint32_t y) {
     return to.part + (size_t)y * to.group * (to.head_dim + 4);
 }
@@ -11265,7 +11310,7 @@ RFK_DEVICE void rfk_decode_join(rfk_decode_shared<G, PER> &s, const rfk_decode_o
             const float4 four = {x[0] * inverse, x[1] * inverse, x[2] * inverse, x[3] * inverse};
             rfk_decode_out<WAVE>(out, head, c, four, inside);
         } else if (inside) {
-            float *part = rfk_decode_part(out, y);
+            float *part = rfk_decode_part(out, out.is_cluster ? 0 : y);
             const float4 four = {x[0], x[1], x[2], x[3]};
             *reinterpret_cast<float4 *>(part + head * dim + c * 4) = four;
             if (c == 0) part[group * dim + 2 * head] = top, part[group * dim + 2 * head + 1] = weights;
@@ -11273,22 +11318,31 @@ RFK_DEVICE void rfk_decode_join(rfk_decode_shared<G, PER> &s, const rfk_decode_o
     }
 }
 
-/* Whether this is the last block of the KV head to finish: it sees the parts of the others. */
+/* Whether this is the last split of these queries to finish: it sees the parts of the others. */
 template <int G, int PER>
 RFK_DEVICE bool rfk_decode_last(rfk_decode_shared<G, PER> &s, const rfk_decode_attention_args &a, uint32_t row) {
+    uint32_t *ticket = a.tickets + row * gridDim.x + blockIdx.x;
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
+    __syncthreads(); /* what a thread releases, the block has written */
+    if (threadIdx.x == 0) {
+        uint32_t before;
+        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(ticket) : "memory");
+        s.is_last = before == s.n_splits - 1;
+        if (s.is_last) *ticket = 0;
+    }
+    __syncthreads();
+    return s.is_last;
+#else
     __threadfence(); /* make this block's part visible before its ticket */
     __syncthreads();
     if (threadIdx.x == 0) {
-        uint32_t *ticket = a.tickets + row * a.n_kv_heads + blockIdx.x;
         s.is_last = atomicAdd(ticket, 1u) == s.n_splits - 1;
         if (s.is_last) *ticket = 0;
     }
     __syncthreads();
-    if (!s.is_last) return false;
-#if !defined(RFK_NVIDIA)
-    __threadfence();
+    if (s.is_last) __threadfence();
+    return s.is_last;
 #endif
-    return true;
 }
 
 /* Parts of other blocks: not from L1, which does not see their writes. */
@@ -11298,6 +11352,37 @@ RFK_DEVICE float4 rfk_decode_load_part(const float *p) {
 #else
     return *reinterpret_cast<const float4 *>(p);
 #endif
+}
+
+/* Combine up to RFK_CLUSTER splits, four values of a query a thread: all loads are in flight at once. Called: one copy
+ * for all kernels, whose blocks have up to RFK_BLOCK / row queries of 4 * row values. */
+template <int WAVE> RFK_CALLED void rfk_decode_join_near(rfk_decode_output out, uint32_t n_splits, uint32_t row) {
+    const uint32_t g = threadIdx.x / row, c = threadIdx.x % row;
+    const bool inside = g < out.group && c * 4 < out.head_dim;
+    float x[4] = {0, 0, 0, 0}, largest[RFK_CLUSTER], sum[RFK_CLUSTER], v[RFK_CLUSTER][4], top = -3e38f, all = 0;
+    if (inside) {
+        RFK_UNROLL(8)
+        for (uint32_t k = 0; k < RFK_CLUSTER; k++) {
+            const uint32_t y = k < n_splits ? k : n_splits - 1; /* behind the last: its weight is 0 */
+            const float *part = out.is_cluster ? rfk_of_cluster(out.part, y) : rfk_decode_part(out, y);
+            const float4 four = reinterpret_cast<const float4 *>(part)[g * (out.head_dim / 4) + c];
+            const float2 two = reinterpret_cast<const float2 *>(part)[out.group * (out.head_dim / 2) + g];
+            largest[k] = two.x, sum[k] = two.y;
+            v[k][0] = four.x, v[k][1] = four.y, v[k][2] = four.z, v[k][3] = four.w;
+        }
+        RFK_UNROLL(8)
+        for (uint32_t k = 0; k < RFK_CLUSTER; k++) top = fmaxf(top, largest[k]);
+        RFK_UNROLL(8)
+        for (uint32_t k = 0; k < RFK_CLUSTER; k++) {
+            const float weight = k < n_splits ? exp2f(largest[k] - top) : 0.0f;
+            all += weight * sum[k];
+            for (int e = 0; e < 4; e++) x[e] += weight * v[k][e];
+        }
+        all = 1.0f / all;
+    }
+    if (out.is_cluster) rfk_arrive_at_cluster(); /* the others' shared memory is read */
+    const float4 four = {x[0] * all, x[1] * all, x[2] * all, x[3] * all};
+    rfk_decode_out<WAVE>(out, g, c, four, inside);
 }
 
 /* Weights of the splits, a wave for each query, to join: [query][RFK_DECODE_SPLITS]. */
@@ -11327,53 +11412,49 @@ template <int WAVE> RFK_DEVICE void rfk_decode_weights(float *join, const rfk_de
     }
 }
 
-/* Combine the splits of a KV head. Sets of threads take parts in turn. Called: one copy for all kernels, whose groups
- * have up to G queries of 4 * row values. */
+/* Combine more splits. Sets of threads take parts in turn. Called: one copy for all kernels, whose blocks have up to G
+ * queries of 4 * row values. */
 template <int WAVE>
 RFK_CALLED void rfk_decode_join_splits(float *join, rfk_decode_output out, uint32_t n_splits, uint32_t G,
                                        uint32_t row) {
-    const uint32_t all = G * row, columns = all < RFK_BLOCK ? all : RFK_BLOCK, sets = RFK_BLOCK / columns,
-                   AT_ONCE = 16, /* parts in flight a thread */
-        set = threadIdx.x / columns, stride = out.group * (out.head_dim + 4);
+    const uint32_t columns = G * row, sets = RFK_BLOCK / columns, AT_ONCE = 16, /* parts in flight a thread */
+        set = threadIdx.x / columns, stride = out.group * (out.head_dim + 4), i = threadIdx.x % columns, g = i / row,
+                   c = i % row;
     float *sums = join + G * RFK_DECODE_SPLITS;
+    const bool inside = g < out.group && c * 4 < out.head_dim;
+    const float *part = rfk_decode_part(out, 0) + (inside ? g * out.head_dim + c * 4 : 0);
+    float x[4] = {0, 0, 0, 0};
     RFK_UNROLL(1)
-    for (uint32_t first = 0; first < all; first += columns) {
-        const uint32_t i = first + threadIdx.x % columns, g = i / row, c = i % row;
-        const bool inside = g < out.group && c * 4 < out.head_dim;
-        const float *part = rfk_decode_part(out, 0) + (inside ? g * out.head_dim + c * 4 : 0);
-        float x[4] = {0, 0, 0, 0};
-        RFK_UNROLL(1)
-        for (uint32_t y0 = 0; y0 < n_splits; y0 += sets * AT_ONCE) {
-            float v[AT_ONCE][4];
-            RFK_UNROLL(16)
-            for (uint32_t k = 0; k < AT_ONCE; k++) {
-                const uint32_t y = y0 + set + k * sets, last = n_splits - 1; /* behind the last: its weight is 0 */
-                const float4 four = rfk_decode_load_part(part + (y < last ? y : last) * stride);
-                v[k][0] = four.x, v[k][1] = four.y, v[k][2] = four.z, v[k][3] = four.w;
-            }
-            if (first == 0 && y0 == 0) {
-                rfk_decode_weights<WAVE>(join, out, n_splits);
-                __syncthreads();
-            }
-            RFK_UNROLL(16)
-            for (uint32_t k = 0; k < AT_ONCE; k++) {
-                const uint32_t y = y0 + set + k * sets;
-                const float weight = inside && y < n_splits ? join[g * RFK_DECODE_SPLITS + y] : 0.0f;
-                for (int e = 0; e < 4; e++) x[e] += weight * v[k][e];
-            }
+    for (uint32_t y0 = 0; y0 < n_splits; y0 += sets * AT_ONCE) {
+        float v[AT_ONCE][4];
+        RFK_UNROLL(16)
+        for (uint32_t k = 0; k < AT_ONCE; k++) {
+            const uint32_t y = y0 + set + k * sets, last = n_splits - 1; /* behind the last: its weight is 0 */
+            const float4 four = rfk_decode_load_part(part + (y < last ? y : last) * stride);
+            v[k][0] = four.x, v[k][1] = four.y, v[k][2] = four.z, v[k][3] = four.w;
         }
-        if (sets > 1) {
-            const float4 four = {x[0], x[1], x[2], x[3]};
-            reinterpret_cast<float4 *>(sums)[threadIdx.x] = four;
+        if (y0 == 0) {
+            rfk_decode_weights<WAVE>(join, out, n_splits);
             __syncthreads();
-            for (uint32_t k = 1; k < sets && set == 0; k++) {
-                const float4 more = reinterpret_cast<const float4 *>(sums)[k * columns + threadIdx.x];
-                x[0] += more.x, x[1] += more.y, x[2] += more.z, x[3] += more.w;
-            }
         }
-        const float4 four = {x[0], x[1], x[2], x[3]};
-        rfk_decode_out<WAVE>(out, g, c, four, inside && set == 0);
+        RFK_UNROLL(16)
+        for (uint32_t k = 0; k < AT_ONCE; k++) {
+            const uint32_t y = y0 + set + k * sets;
+            const float weight = inside && y < n_splits ? join[g * RFK_DECODE_SPLITS + y] : 0.0f;
+            for (int e = 0; e < 4; e++) x[e] += weight * v[k][e];
+        }
     }
+    if (sets > 1) {
+        const float4 four = {x[0], x[1], x[2], x[3]};
+        reinterpret_cast<float4 *>(sums)[threadIdx.x] = four;
+        __syncthreads();
+        for (uint32_t k = 1; k < sets && set == 0; k++) {
+            const float4 more = reinterpret_cast<const float4 *>(sums)[k * columns + threadIdx.x];
+            x[0] += more.x, x[1] += more.y, x[2] += more.z, x[3] += more.w;
+        }
+    }
+    const float4 four = {x[0], x[1], x[2], x[3]};
+    rfk_decode_out<WAVE>(out, g, c, four, inside && set == 0);
 }
 
 /* Store the new key and value in their cell; k and v begin at the head's first cell. */
@@ -11422,7 +11503,8 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_decode_keys(rfk_decode_attenti
     rfk_decode_norms<1, PER>(s, a);
     rfk_start_next();
     rfk_wait_previous();
-    rfk_decode_queries<WAVE, 1, PER>(s, a, blockIdx.z, 0, true, pairs);
+    a.halves = a.group = a.column = 0; /* no queries: grid column x is KV head x */
+    rfk_decode_queries<WAVE, 1, PER>(s, a, blockIdx.z, true, pairs);
     __syncthreads();
     const size_t head = rfk_decode_raw<KV, PER>::row(1, a.head_dim) *
                         ((size_t)row.seq * a.n_kv_heads + blockIdx.x) * a.n_cells;
@@ -11436,10 +11518,18 @@ RFK_DEVICE uint32_t rfk_decode_cut(uint32_t n, uint32_t most, uint32_t min) {
     return cells < min ? min : (cells + 31) / 32 * 32;
 }
 
+/* The same, at least, of a row with n visible positions. pass: those that a block takes at a time. Clusters join their
+ * splits fast: rows of few positions take smaller splits, and larger ones later, to stay in a cluster. */
+RFK_DEVICE uint32_t rfk_decode_min(uint32_t n, uint32_t pass, uint32_t n_near) {
+    const uint32_t far = pass > RFK_DECODE_CELLS ? pass : RFK_DECODE_CELLS,
+                   near = (n + RFK_CLUSTER - 1) / RFK_CLUSTER, cells = near < pass ? pass : (near + 31) / 32 * 32;
+    return n <= n_near ? cells : far;
+}
+
 /* Rows that share a grid, so that long sequences get more of its blocks than short ones. */
 struct rfk_decode_rows {
     const rf_step_row *rows;
-    uint32_t n_rows, window, min; /* min: positions of a split, at least */
+    uint32_t n_rows, window, pass, n_near;
 };
 RFK_DEVICE uint32_t rfk_decode_visible(const rfk_decode_rows &of, uint32_t row) {
     const uint32_t n = (uint32_t)of.rows[row].pos + 1;
@@ -11447,7 +11537,8 @@ RFK_DEVICE uint32_t rfk_decode_visible(const rfk_decode_rows &of, uint32_t row) 
 }
 /* A row's splits, of up to about `room` positions. */
 RFK_DEVICE uint32_t rfk_decode_splits_of(const rfk_decode_rows &of, uint32_t row, uint32_t room) {
-    const uint32_t n = rfk_decode_visible(of, row), cells = rfk_decode_cut(n, (n + room - 1) / room, of.min);
+    const uint32_t n = rfk_decode_visible(of, row),
+                   cells = rfk_decode_cut(n, (n + room - 1) / room, rfk_decode_min(n, of.pass, of.n_near));
     return (n + cells - 1) / cells;
 }
 
@@ -11489,42 +11580,37 @@ RFK_DEVICE rfk_decode_share rfk_decode_share_of(const rfk_decode_share &found, u
     return o;
 }
 
-/* grid [n_kv_heads, splits, rows], or [n_kv_heads, splits of all rows]   block 256   LDS up to 27 KiB
- * Reads each key and value once for the whole group. Blocks without positions return. */
+/* grid [columns, splits, rows], or [columns, splits of all rows]   columns: KV heads, or halves of their groups
+ * block 256   LDS up to 27 KiB   cluster [1, up to RFK_CLUSTER, 1]
+ * Reads each key and value once for all queries of a column. Blocks without positions return. */
 template <int WAVE, class KV, int G, int PER>
-static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_decode_attention(rfk_decode_attention_args a) {
+static __global__ void RFK_RESIDENT(RFK_BLOCK, 2) rfk_decode_attention(rfk_decode_attention_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
     typedef rfk_decode_shape<KV, G, PER> S;
     typedef rfk_decode_shared<G, PER> shared;
     RFK_SHARED(shared, s);
-    const uint32_t kv_head = blockIdx.x, pass = S::T * S::SLOTS,
-                   min = pass > RFK_DECODE_CELLS ? pass : RFK_DECODE_CELLS;
+    const uint32_t pass = S::T * S::SLOTS;
     /* written before the previous kernel began: the step's rows, angles, keys and values of older positions */
     rfk_decode_share share = rfk_decode_share_of(s.share, 0);
     if (a.n_shared) {
-        const rfk_decode_rows of = {a.rows, a.n_shared, a.window, min};
+        const rfk_decode_rows of = {a.rows, a.n_shared, a.window, pass, a.n_near};
         if (threadIdx.x < WAVE) rfk_decode_find_share<WAVE>(&s.share, of);
         __syncthreads();
         share = rfk_decode_share_of(s.share, a.n_shared);
     }
     const rf_step_row row = a.rows[share.row];
-    const uint32_t group = a.n_heads / a.n_kv_heads;
     uint32_t n = (uint32_t)row.pos + 1, seen = 0; /* visible positions, and the cell of the first */
     if (a.window && n > a.window) seen = (n - a.window) % a.n_cells, n = a.window;
-    const uint32_t cells = rfk_decode_cut(n, share.most, min), n_splits = (n + cells - 1) / cells,
-                   begin = seen + share.split * cells;
-    if (share.split >= n_splits) {
-        rfk_wait_previous();
-        return;
-    }
+    const uint32_t cells = rfk_decode_cut(n, share.most, rfk_decode_min(n, pass, a.n_near)),
+                   n_splits = (n + cells - 1) / cells, begin = seen + share.split * cells;
+    if (share.split >= n_splits) return; /* a kernel ends when others, that wait for the previous one, have ended */
     const uint32_t all = seen + n, end = begin + cells < all ? begin + cells : all, lane = threadIdx.x % PER,
                    slot = threadIdx.x / PER;
     const bool owns_key = end == all && !a.is_stored, inside = lane * 8 < a.head_dim;
-    const size_t head =
-        rfk_decode_raw<KV, PER>::row(1, a.head_dim) * ((size_t)row.seq * a.n_kv_heads + kv_head) * a.n_cells;
+    const size_t head = rfk_decode_raw<KV, PER>::row(1, a.head_dim) *
+                        ((size_t)row.seq * a.n_kv_heads + (blockIdx.x >> a.halves)) * a.n_cells;
     const rfk_decode_cells<KV> in = {(const KV *)a.k_state + head + lane * 8, (const KV *)a.v_state + head + lane * 8,
-                                     end,
-                                  !inside ? 0 : owns_key ? all - 1 : end, owns_key ? all - 1 : RF_NONE};
+                                     end, !inside ? 0 : owns_key ? all - 1 : end, owns_key ? all - 1 : RF_NONE};
     rfk_decode_work<KV, G, PER> work;
     rfk_decode_pairs<WAVE, PER> pairs;
     if (a.is_stored) rfk_wait_previous();
@@ -11535,27 +11621,38 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_decode_atten
     work.sum = 0;
     for (int g = 0; g < G; g++)
         for (int e = 0; e < 8; e++) work.acc[g][e] = 0;
-    if (a.sinks && share.split == 0 && slot == 0 && lane / S::LANES < group) {
-        const uint32_t h = kv_head * group + lane / S::LANES;
-        work.largest = rfk_load_any(a.sinks, a.sinks_type, h) * RFK_LOG2_E;
-        work.sum = lane % S::LANES == 0 ? 1.0f : 0.0f;
+    if (a.sinks && share.split == 0 && slot == 0) {
+        const rfk_decode_heads heads = rfk_decode_heads_of(a);
+        if (lane / S::LANES < heads.n) {
+            work.largest = rfk_load_any(a.sinks, a.sinks_type, heads.first + lane / S::LANES) * RFK_LOG2_E;
+            work.sum = lane % S::LANES == 0 ? 1.0f : 0.0f;
+        }
     }
     if (threadIdx.x == 0) s.n_splits = n_splits;
     rfk_decode_norms<G, PER>(s, a);
     if (!a.is_stored) rfk_wait_previous();
-    rfk_decode_queries<WAVE, G, PER>(s, a, share.row, group, owns_key, pairs);
+    rfk_decode_queries<WAVE, G, PER>(s, a, share.row, owns_key, pairs);
     __syncthreads();
-    if (owns_key)
+    if (owns_key) /* all columns of a KV head store the same */
         rfk_decode_store<WAVE>(s, (KV *)a.k_state + head, (KV *)a.v_state + head,
                                (uint32_t)row.pos % a.n_cells, a.head_dim);
     RFK_UNROLL(1)
     for (uint32_t first = begin; first < end; first += pass)
         rfk_decode_positions<WAVE, KV, G, PER>(s, a, in, first + slot, work);
     const rfk_decode_share done = rfk_decode_share_of(s.share, a.n_shared); /* once more: registers are few */
-    const rfk_decode_output out = rfk_decode_output_of(a, kv_head, group, done);
+    const rfk_decode_output out = rfk_decode_output_of(a, done, s.x[0]);
     rfk_decode_join<WAVE, KV, G, PER>(s, out, done.split, work);
-    if (s.n_splits > 1 && rfk_decode_last<G, PER>(s, a, done.row))
-        rfk_decode_join_splits<WAVE>(s.join, out, s.n_splits, G, PER * 2);
+    if (s.n_splits == 1) return;
+    if (out.is_cluster) {
+        rfk_arrive_at_cluster();
+        rfk_wait_for_cluster();
+        if (done.split == 0) rfk_decode_join_near<WAVE>(out, s.n_splits, PER * 2);
+        else rfk_arrive_at_cluster();
+        rfk_wait_for_cluster(); /* shared memory that is read stays */
+    } else if (rfk_decode_last<G, PER>(s, a, done.row)) {
+        if (s.n_splits <= RFK_CLUSTER) rfk_decode_join_near<WAVE>(out, s.n_splits, PER * 2);
+        else rfk_decode_join_splits<WAVE>(s.join, out, s.n_splits, G, PER * 2);
+    }
 }
 
 /* ==== 6 Device ========================================================================================== >>device
@@ -11594,6 +11691,7 @@ struct rf_dev {
     int lost;             /* atomic */
     int graphs;           /* atomic: rfk_graphs */
     int early;            /* programmatic dependent launch works: see rfk_config */
+    int clusters;         /* so do clusters */
     uint32_t wrong_units; /* RFK_WRONG_...: what the matrix units got wrong when the device was opened */
     int has_units;
     int units_f16, units_bf16; /* matrix units multiply prompts with such weights */
@@ -12511,7 +12609,7 @@ static rf_result rfk_run_probe(rf_dev *d, rf_error *err) {
                       "hipLaunchKernel", "a check of the matrix units", 0);
     const bool wgmma = RFK_MAY_WGMMA(d->index, d->info.arch);
     if (r == RF_OK && wgmma) {
-        const rfk_config c = {dim3(1), dim3(RFK_WARPGROUP), RFK_WGMMA_CHECK_BYTES, 0, q->stream};
+        const rfk_config c = {dim3(1), dim3(RFK_WARPGROUP), RFK_WGMMA_CHECK_BYTES, 0, q->stream, 0};
         r = rfk_check(d, err, rfk_launch_config(rfk_check_wgmma, c, ((rfk_probe_results *)mem.base)->wgmma),
                       "hipLaunchKernel", "a check of the matrix units", 0);
     }
@@ -12614,12 +12712,15 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
     if (r == RF_OK) r = rfk_run_probe(d, err);
 #if defined(RFK_NVIDIA)
     cudaFuncAttributes kernel;
+    int value = 0;
     memset(&kernel, 0, sizeof kernel);
     if (r == RF_OK) { /* griddepcontrol is in code for sm_90 and later; long columns need more than 48 KiB of LDS */
         rfk_scope scope(d->index); /* attributes belong to the current device */
         const void *rows[3] = {(const void *)rfk_fused_matvec<32, 1, false>,
                                (const void *)rfk_fused_matvec<32, 1, true>, (const void *)rfk_pairs_matvec};
         d->early = cudaFuncGetAttributes(&kernel, rows[0]) == cudaSuccess && kernel.ptxVersion >= 90;
+        d->clusters = d->early && cudaDeviceGetAttribute(&value, cudaDevAttrClusterLaunch, d->index) == cudaSuccess &&
+                      value;
         for (int i = 0; i < 3; i++)
             (void)cudaFuncSetAttribute(rows[i], cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        RFK_MAX_COLUMN / 64 * 96 + RFK_MAX_GRID);
@@ -12919,6 +13020,7 @@ struct rfk_fused {
 #define RFK_MAX_GRAPHS 16u
 #define RFK_GRAPH_NODES 140u /* kernels of a graph where graphs are checked: larger ones are known to fail */
 #define RFK_GRAPH_CHECKS 2u  /* steps whose replay is compared with launches */
+#define RFK_NEAR_STEPS 16u   /* one after the other: then a graph for fewer positions is worth its capture */
 
 /* The timing of launch configs by decode steps. */
 struct rfk_tuning {
@@ -12988,6 +13090,7 @@ struct rf_prepared {
     float **parts;       /* [2][n - 1] of even and odd turns: where the other members have this one's without flags */
     hipGraphExec_t graph[RFK_MAX_GRAPHS];
     uint32_t n_graphs, graphs_checked, graph_config;
+    uint32_t graph_positions, n_near; /* for rows of so many, at most; steps in a row that a graph for fewer could do */
     int capturing, no_graphs;
     rfk_tuning tuning;
     uint32_t n_launched; /* kernels by rfk_enqueue, captured ones included */
@@ -13873,16 +13976,20 @@ static void rfk_find_direct_plan(rf_prepared *p) {
     }
 }
 
+/* Columns of the fused attention's grid: KV heads, or halves of their groups of queries. */
+static uint32_t rfk_decode_columns(const rf_attention_params *a) {
+    return a->n_kv_heads * rfk_ceil_div(a->n_heads / a->n_kv_heads, RFK_DECODE_GROUP);
+}
+
 /* Splits of a decode step's attention: as many blocks a compute unit as fit at once. */
 static void rfk_choose_decode_splits(rf_prepared *p) {
-    uint32_t kv_heads = 0, fit = 2;
+    uint32_t columns = 0;
     for (uint32_t i = 0; i < p->n_fused; i++) {
         if (p->fused[i].kind != RFK_FUSED_ATTENTION) continue;
-        const rf_attention_params *a = &p->plan->ops[p->fused[i].attention].attention;
-        if (a->n_kv_heads > kv_heads) kv_heads = a->n_kv_heads;
-        if (a->n_heads / a->n_kv_heads > 4) fit = 1; /* as rfk_decode_attention's registers allow */
+        const uint32_t n = rfk_decode_columns(&p->plan->ops[p->fused[i].attention].attention);
+        if (n > columns) columns = n;
     }
-    p->decode_splits = kv_heads ? rfk_ceil_div(fit * (uint64_t)p->dev->info.compute_units, kv_heads) : 1;
+    p->decode_splits = columns ? rfk_ceil_div(2 * (uint64_t)p->dev->info.compute_units, columns) : 1;
     if (p->decode_splits > RFK_DECODE_SPLITS) p->decode_splits = RFK_DECODE_SPLITS;
     if (p->decode_splits == 0) p->decode_splits = 1;
 }
@@ -14222,7 +14329,7 @@ static rf_result rfk_enqueue_config(const rfk_launching *l, K kernel, const rfk_
 
 template <class K, class A>
 static rf_result rfk_enqueue(const rfk_launching *l, K kernel, dim3 grid, uint32_t block, const A &args) {
-    rfk_config c = {grid, dim3(block), 0, 0, l->q->stream};
+    rfk_config c = {grid, dim3(block), 0, 0, l->q->stream, 0};
     return rfk_enqueue_config(l, kernel, c, args);
 }
 
@@ -14245,7 +14352,7 @@ static uint32_t rfk_early_carveout(const rfk_launching *l) {
 /* The same for a kernel that calls rfk_wait_previous. */
 template <class K, class A>
 static rf_result rfk_enqueue_early(const rfk_launching *l, K kernel, dim3 grid, uint32_t block, const A &args) {
-    rfk_config c = {grid, dim3(block), 0, rfk_early_carveout(l), l->q->stream};
+    rfk_config c = {grid, dim3(block), 0, rfk_early_carveout(l), l->q->stream, 0};
     return rfk_enqueue_config(l, kernel, c, args);
 }
 
@@ -14585,7 +14692,7 @@ static rf_result rfk_run_matmul_float(rfk_launching *l, const rfk_matmul_args *p
 }
 
 static rf_result rfk_launch_wgmma(const rfk_launching *l, const rfk_wgmma_args *a, dim3 grid) {
-    const rfk_config c = {grid, dim3(RFK_WGMMA_BLOCK), RFK_WGMMA_BYTES, 0, l->q->stream};
+    const rfk_config c = {grid, dim3(RFK_WGMMA_BLOCK), RFK_WGMMA_BYTES, 0, l->q->stream, 0};
     return rfk_enqueue_config(l, rfk_find_wgmma(l->p->plan->weights[l->op->weight].type), c, *a);
 }
 /* Tiles of 256 columns. */
@@ -14595,12 +14702,12 @@ static rf_result rfk_launch_wide(const rfk_launching *l, const rfk_wgmma_args *n
     a.n_tiles = a.col_tiles * row_tiles * a.t.n_splits;
     const bool persistent = RFK_WIDE_PRODUCERS(rfk_kernel_type(type)) == 1;
     const rfk_config c = {dim3(persistent && a.n_tiles > n_units ? n_units : a.n_tiles),
-                          dim3(RFK_WIDE_BLOCK(rfk_kernel_type(type))), RFK_WIDE_BYTES, 0, l->q->stream};
+                          dim3(RFK_WIDE_BLOCK(rfk_kernel_type(type))), RFK_WIDE_BYTES, 0, l->q->stream, 0};
     return rfk_enqueue_config(l, rfk_find_wide(type), c, a);
 }
 
 static rf_result rfk_launch_narrow(const rfk_launching *l, const rfk_narrow_args *a, dim3 grid) {
-    const rfk_config c = {grid, dim3(RFK_NARROW_BLOCK), RFK_NARROW_BYTES, 0, l->q->stream};
+    const rfk_config c = {grid, dim3(RFK_NARROW_BLOCK), RFK_NARROW_BYTES, 0, l->q->stream, 0};
     const uint32_t n_cols = a->lists.tile ? RFK_NARROW_COLS : a->t.m.n_cols;
     return rfk_enqueue_config(l, rfk_find_narrow(l->p->plan->weights[l->op->weight].type, n_cols), c, *a);
 }
@@ -14827,7 +14934,7 @@ static rf_result rfk_run_flash(const rfk_launching *l, const rfk_flash_kernel *f
     const uint32_t blocks = rfk_ceil_div(l->n_rows, a->rows_per_block) * a->n_kv_heads,
                    units = l->p->dev->info.compute_units;
     a->reverse_from = flash->waves == 4 && blocks <= 2 * units ? units : blocks; /* 8 fill a multiprocessor */
-    const rfk_config c = {dim3(blocks), dim3(flash->waves * l->p->dev->wave), flash->shared_bytes, 0, l->q->stream};
+    const rfk_config c = {dim3(blocks), dim3(flash->waves * l->p->dev->wave), flash->shared_bytes, 0, l->q->stream, 0};
     return rfk_enqueue_config(l, flash->run, c, *a);
 }
 
@@ -15533,7 +15640,7 @@ static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
     z.norm = a.norm, z.norm_type = a.norm_type;
     z.add = rfk_bind_post_norm(p, l->step, f, &z.x);
     rfk_config c = {dim3(a.n_cols, rfk_ceil_div(a.n_in, 4 * RFK_BLOCK)), dim3(RFK_BLOCK), 0, rfk_early_carveout(l),
-                    l->q->stream};
+                    l->q->stream, 0};
     rf_result r = rfk_enqueue_config(l, RFK_BY_WAVE(l, rfk_few_quantize<32>, rfk_few_quantize<64>), c, z);
     if (r != RF_OK) return r;
     const bool other = rfk_is_other(p->plan, f->products);
@@ -15602,7 +15709,7 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     const uint32_t blocks =
         rfk_divide_blocks(l, a.part, a.glu, pairs ? 32 : waves, per_cu * p->dev->info.compute_units);
     rfk_config c = {dim3(blocks), dim3(pairs ? RFK_PAIRS_BLOCK : RFK_FUSED_BLOCK_OF(p->dev)), shared,
-                    rfk_early_carveout(l), l->q->stream};
+                    rfk_early_carveout(l), l->q->stream, 0};
     void (*kernel)(rfk_fused_args) =
         RFK_BY_WAVE(l, rfk_find_fused_matvec<32>(other, config->in_flight),
                     rfk_find_fused_matvec<64>(other, config->in_flight));
@@ -15615,14 +15722,12 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
 /* Instances cost time to compile: small groups take those of larger ones, above all with rare types of the cache. */
 template <int WAVE, class KV, int PER>
 static void (*rfk_decode_attention_of(uint32_t group))(rfk_decode_attention_args) {
-    const int MIN = sizeof(KV) == 2 ? 2 : sizeof(KV) == 1 ? 4 : 8;
-    if (group <= 2) return rfk_decode_attention<WAVE, KV, MIN, PER>;
-    if (group <= 4) return rfk_decode_attention<WAVE, KV, (MIN > 4 ? MIN : 4), PER>;
-    return rfk_decode_attention<WAVE, KV, 8, PER>;
+    if (group <= 2) return rfk_decode_attention<WAVE, KV, sizeof(KV) == 2 ? 2 : RFK_DECODE_GROUP, PER>;
+    return rfk_decode_attention<WAVE, KV, RFK_DECODE_GROUP, PER>;
 }
 template <int WAVE, class KV>
 static void (*rfk_decode_attention_by(const rf_op *op))(rfk_decode_attention_args) {
-    const uint32_t group = op->attention.n_heads / op->attention.n_kv_heads;
+    const uint32_t group = rfk_ceil_div(op->attention.n_heads, rfk_decode_columns(&op->attention));
     if (op->attention.head_dim <= 64) return rfk_decode_attention_of<WAVE, KV, sizeof(KV) == 4 ? 16 : 8>(group);
     if (op->attention.head_dim <= 128) return rfk_decode_attention_of<WAVE, KV, 16>(group);
     return rfk_decode_attention_of<WAVE, KV, 32>(group);
@@ -15645,12 +15750,21 @@ static void (*rfk_find_decode_attention(uint32_t cache_type, const rf_op *op))(r
     return rfk_decode_attention_by<WAVE, uint16_t>(op);
 }
 
+/* Whether each row of the step sees so few positions that its splits are a cluster. */
+static bool rfk_is_near(const rf_prepared *p, uint32_t window) {
+    return p->dev->clusters && (p->positions <= RFK_DECODE_NEAR || (window && window <= RFK_DECODE_NEAR));
+}
+
 /* How many splits of a row have positions in any row of the step, at most. If some of the grid have none, those that
- * have take RFK_DECODE_CELLS each, whatever the grid: results keep their bits. */
+ * have take rfk_decode_min each, whatever the grid: results keep their bits. */
 static uint32_t rfk_used_splits(const rf_prepared *p, uint32_t window) {
-    const uint32_t n = window && window < p->positions ? window : p->positions,
-                   used = rfk_ceil_div(n, RFK_DECODE_CELLS);
-    return used < p->decode_splits ? used : p->decode_splits;
+    const uint32_t n = window && window < p->positions ? window : p->positions;
+    uint32_t used = rfk_ceil_div(n, RFK_DECODE_CELLS), most = p->decode_splits;
+    if (rfk_is_near(p, window)) {
+        used = rfk_ceil_div(n, RFK_DECODE_CELLS / 2);
+        most = most < RFK_CLUSTER ? most : RFK_CLUSTER;
+    }
+    return used < most ? used : most;
 }
 
 /* Splits that rows share: as many blocks as fit at once, or one for each row and half as many more for those of long
@@ -15701,7 +15815,11 @@ static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) 
     a.scale = att->scale;
     a.softcap = att->softcap * RFK_LOG2_E;
     a.softcap_factor = att->softcap == 0 ? 0 : 2 / att->softcap; /* 2 log2(e) / (softcap log2(e)) */
-    rfk_config c = {dim3(att->n_kv_heads, 1, l->n_rows), dim3(RFK_BLOCK), 0, rfk_early_carveout(l), l->q->stream};
+    a.group = att->n_heads / att->n_kv_heads;
+    a.halves = a.group > RFK_DECODE_GROUP;
+    a.column = a.halves ? (a.group + 1) / 2 : a.group;
+    a.n_near = p->dev->clusters ? RFK_DECODE_NEAR : 0;
+    rfk_config c = {dim3(att->n_kv_heads, 1, l->n_rows), dim3(RFK_BLOCK), 0, rfk_early_carveout(l), l->q->stream, 0};
     if (a.is_stored) {
         void (*keys)(rfk_decode_attention_args) = RFK_BY_WAVE(l, rfk_find_decode_keys<32>(p->cache_type, op),
                                                               rfk_find_decode_keys<64>(p->cache_type, op));
@@ -15709,8 +15827,10 @@ static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) 
         if (r != RF_OK) return r;
     }
     a.n_shared = l->n_rows > RFK_FEW_MAX ? l->n_rows : 0;
-    c.grid = a.n_shared ? dim3(att->n_kv_heads, rfk_shared_splits(p, a.window, l->n_rows))
-                        : dim3(att->n_kv_heads, rfk_used_splits(p, a.window), l->n_rows);
+    a.is_cluster = !a.n_shared && rfk_is_near(p, a.window);
+    c.grid = dim3(rfk_decode_columns(att), rfk_used_splits(p, a.window), l->n_rows);
+    if (a.n_shared) c.grid = dim3(c.grid.x, rfk_shared_splits(p, a.window, l->n_rows));
+    if (a.is_cluster) c.cluster = c.grid.y;
     void (*kernel)(rfk_decode_attention_args) = RFK_BY_WAVE(l, rfk_find_decode_attention<32>(p->cache_type, op),
                                                          rfk_find_decode_attention<64>(p->cache_type, op));
     return rfk_enqueue_config(l, kernel, c, a);
@@ -15807,7 +15927,7 @@ static rf_result rfk_run_mixture(rfk_launching *l, const rfk_fused *f) {
                    wanted = rfk_ceil_div(results, units * rounds),   /* waves of a block */
                    waves = wanted < 2 ? 2 : wanted;
     const rfk_config c = {dim3(rfk_ceil_div(results, waves * rounds), l->n_rows), dim3(waves * p->dev->wave),
-                          rfk_columns_bytes(values), rfk_early_carveout(l), l->q->stream};
+                          rfk_columns_bytes(values), rfk_early_carveout(l), l->q->stream, 0};
     return rfk_enqueue_config(l, RFK_BY_WAVE(l, rfk_find_mixture<32>(type, down), rfk_find_mixture<64>(type, down)), c, a);
 }
 
@@ -16097,6 +16217,8 @@ static void rfk_capture(rf_prepared *p, rf_queue *q, const rf_step *step) {
     p->graph_generation = __atomic_load_n(&p->table->generation, __ATOMIC_RELAXED);
     if (p->graph_config != p->stats.config) p->graphs_checked = 0; /* the driver may be wrong about others */
     p->graph_config = p->stats.config;
+    p->graph_positions = p->positions;
+    p->n_near = 0;
     p->tuning.n_steps = 0; /* a graph's first replay is slower */
     p->capturing = 1;
     rfk_begin_fused(p, 0, p->n_fused);
@@ -16171,9 +16293,12 @@ static rf_result rfk_check_replay(rf_prepared *p, rf_queue *q, const rf_step *st
     return RF_OK;
 }
 
-/* Capture a decode step if weights have moved or the config has changed.   Returns whether it can be replayed */
+/* Capture a decode step if weights have moved, the config has changed, or the sequence has outgrown the graph; also if
+ * one for fewer positions has been enough for some steps.   Returns whether it can be replayed */
 static int rfk_ready_graphs(rf_prepared *p, rf_queue *q, const rf_step *step) {
-    if (p->n_graphs == 0 || p->graph_config != p->stats.config ||
+    p->n_near = p->positions < p->graph_positions ? p->n_near + 1 : 0;
+    if (p->n_graphs == 0 || p->graph_config != p->stats.config || p->positions > p->graph_positions ||
+        p->n_near > RFK_NEAR_STEPS ||
         p->graph_generation != __atomic_load_n(&p->table->generation, __ATOMIC_RELAXED))
         rfk_capture(p, q, step);
     return p->n_graphs > 0;
@@ -16232,7 +16357,7 @@ static void rfk_capture_few(rf_prepared *p, rf_queue *q, const rf_step *step, rf
 }
 
 /* What the launches of a step's attention depend on. Positions are rounded up to a power of two: a graph of several
- * rows is captured again when a sequence outgrows it, a graph of one row is for all positions. */
+ * rows is captured again when a sequence outgrows it, a graph of one row is for all positions or for a cluster's. */
 static void rfk_begin_rows(rf_prepared *p, const rf_step *step) {
     uint32_t last = 0;
     p->are_apart = step->n_rows <= RFK_DECODE_ROWS;
@@ -16242,7 +16367,8 @@ static void rfk_begin_rows(rf_prepared *p, const rf_step *step) {
         if ((uint32_t)step->rows[i].pos > last) last = (uint32_t)step->rows[i].pos;
     p->positions = RFK_DECODE_CELLS;
     while (p->positions <= last) p->positions *= 2;
-    if (step->n_rows == 1) p->positions = 0x80000000u;
+    if (step->n_rows == 1)
+        p->positions = p->dev->clusters && last < RFK_DECODE_NEAR ? RFK_DECODE_NEAR : 0x80000000u;
 }
 
 /* The graph of a step of several rows; NULL: none. Captured when two in a row have as many rows and the same weights.
