@@ -4253,7 +4253,6 @@ RFK_DEVICE void rfk_quantize_column(const rfk_fused_args &a, const rfk_column &c
                                     rfk_fused_shared &s, uint32_t threads) {
     const uint32_t n = a.n_in / 4;
     float v[4], d, scale = 0;
-    rfk_norm_get4(a.x, threadIdx.x, a.n_in, v);
     if (a.add.y) {
         const rfk_norm_row y = {a.add.y, a.n_in};
         rfk_norm_part unused;
@@ -4264,7 +4263,8 @@ RFK_DEVICE void rfk_quantize_column(const rfk_fused_args &a, const rfk_column &c
         const uint32_t i = first + threadIdx.x;
         const bool inside = i < n;
         if (i - threadIdx.x % WAVE >= n) break; /* the whole wave */
-        if (first) rfk_norm_get4(a.x, i, a.n_in, v), rfk_norm_weights(a, i, weight);
+        rfk_norm_get4(a.x, i, a.n_in, v);
+        if (first) rfk_norm_weights(a, i, weight);
         if (a.add.y) {
             rfk_add(a.add, a.add.y, i, a.n_in, scale, v);
             if (inside && blockIdx.x == 0) rfk_set4(a.add.out, i, a.n_in, v);
