@@ -2473,8 +2473,8 @@ template <int WAVE> RFK_DEVICE void rfk_route_groups(rfk_route_shared &s, const 
     for (uint32_t i = threadIdx.x; i < a.n_experts; i += WAVE) s.taken[i] = !s.out[i / size];
     __syncthreads();
 }
-/* Whether weights are the softmax of the chosen experts' logits alone. Where the weights of a softmax of all are divided
- * by their sum, that is the same: the others cancel. */
+/* Whether weights are the softmax of the chosen experts' logits alone. Where the weights of a softmax of all are
+ * divided by their sum, that is the same: the others cancel. */
 RFK_DEVICE bool rfk_route_is_late(const rfk_route_args &a) {
     if (a.flags & (RF_OP_SIGMOID | RF_OP_SQRT_SOFTPLUS)) return false;
     return (a.flags & RF_OP_CHOSEN) || ((a.flags & RF_OP_NORMALIZE) && !a.bias && !a.fixed && a.n_groups <= 1);
@@ -2559,9 +2559,9 @@ template <int N> RFK_DEVICE void rfk_route_values(uint32_t flags, float *x, floa
     for (int j = 0; j < N; j++) x[j] = 1.0f / (1.0f + x[j]);
 }
 
-/* rfk_route of a row without groups, by one wave of a block: lane k gets the k-th of a.n_used <= WAVE choices. Scores are
- * compared as integers: of two floats the larger one has the larger key, NaN has 1, what is taken or not there 0. A lane
- * has N experts.
+/* rfk_route of a row without groups, by one wave of a block: lane k gets the k-th of a.n_used <= WAVE choices. Other
+ * waves wait for it. A lane has N experts. Scores are compared as integers: of two floats the larger one has the larger
+ * key, NaN has 1, what is taken or not there 0.
  *   values: room for WAVE * N floats in shared memory. Called: one copy for all uses in a kernel. */
 #define RFK_CHOOSE_FROM 256u /* experts, at most */
 struct rfk_chosen {
@@ -15928,7 +15928,9 @@ static rf_result rfk_run_mixture(rfk_launching *l, const rfk_fused *f) {
                    waves = wanted < 2 ? 2 : wanted;
     const rfk_config c = {dim3(rfk_ceil_div(results, waves * rounds), l->n_rows), dim3(waves * p->dev->wave),
                           rfk_columns_bytes(values), rfk_early_carveout(l), l->q->stream, 0};
-    return rfk_enqueue_config(l, RFK_BY_WAVE(l, rfk_find_mixture<32>(type, down), rfk_find_mixture<64>(type, down)), c, a);
+    void (*kernel)(rfk_mixture_args) =
+        RFK_BY_WAVE(l, rfk_find_mixture<32>(type, down), rfk_find_mixture<64>(type, down));
+    return rfk_enqueue_config(l, kernel, c, a);
 }
 
 /* Whether the step takes the attention of a decode step, where the plan has it fused. */
