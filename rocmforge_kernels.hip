@@ -346,11 +346,13 @@ RFK_DEVICE uint32_t rfk_computed_here_amd(uint32_t v) {
 /* Launch parameters. early_carveout: 0, or the kernel may start while the one before it in the stream still runs
  * (programmatic dependent launch), because it calls rfk_wait_previous before it touches what others write. Then it is
  * the share of shared memory in a multiprocessor's L1, in percent, the same for all kernels of a step: it changes only
- * when the multiprocessor is idle. */
+ * when the multiprocessor is idle. cluster: 0, or so many blocks along y run at the same time and read each other's
+ * shared memory. */
 struct rfk_config {
     dim3 grid, block;
     uint32_t shared_bytes, early_carveout;
     hipStream_t stream;
+    uint32_t cluster;
 };
 
 /* Launch a kernel.   Returns the runtime's code. */
@@ -363,22 +365,28 @@ static hipError_t rfk_launch_config(void (*kernel)(P...), const rfk_config &c,
 #else
     void *list[] = {(void *)&args...};
 #if defined(RFK_NVIDIA)
-    if (c.early_carveout) {
+    if (c.early_carveout || c.cluster) {
         cudaLaunchConfig_t config;
-        cudaLaunchAttribute attributes[2];
+        cudaLaunchAttribute attributes[3], *next = attributes;
         memset(&config, 0, sizeof config);
         memset(attributes, 0, sizeof attributes);
-        attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        attributes[0].val.programmaticStreamSerializationAllowed = 1;
-        config.numAttrs = 1;
+        if (c.early_carveout) {
+            next->id = cudaLaunchAttributeProgrammaticStreamSerialization;
+            next++->val.programmaticStreamSerializationAllowed = 1;
 #if CUDART_VERSION >= 12060
-        attributes[1].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
-        attributes[1].val.sharedMemCarveout = c.early_carveout;
-        config.numAttrs = 2;
+            next->id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+            next++->val.sharedMemCarveout = c.early_carveout;
 #else
-        (void)cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                   (int)c.early_carveout);
+            (void)cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                       (int)c.early_carveout);
 #endif
+        }
+        if (c.cluster) {
+            next->id = cudaLaunchAttributeClusterDimension;
+            next->val.clusterDim.x = next->val.clusterDim.z = 1;
+            next++->val.clusterDim.y = c.cluster;
+        }
+        config.numAttrs = (unsigned)(next - attributes);
         config.gridDim = c.grid;
         config.blockDim = c.block;
         config.dynamicSmemBytes = c.shared_bytes;
@@ -393,7 +401,7 @@ static hipError_t rfk_launch_config(void (*kernel)(P...), const rfk_config &c,
 template <class... P>
 static hipError_t rfk_launch(void (*kernel)(P...), dim3 grid, dim3 block, hipStream_t stream,
                              typename rfk_same<P>::type... args) {
-    rfk_config c = {grid, block, 0, 0, stream};
+    rfk_config c = {grid, block, 0, 0, stream, 0};
     return rfk_launch_config(kernel, c, args...);
 }
 
@@ -412,6 +420,27 @@ RFK_DEVICE void rfk_wait_previous() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
     rfk_start_next();
+}
+
+/* Blocks of a cluster: what each wrote to shared memory before it arrived, the others read after their wait. */
+RFK_DEVICE void rfk_arrive_at_cluster() {
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
+#endif
+}
+RFK_DEVICE void rfk_wait_for_cluster() {
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+/* Where block `rank` of the cluster has what is at p in this block's shared memory. */
+RFK_DEVICE const float *rfk_of_cluster(const float *p, uint32_t rank) {
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm("mapa.u64 %0, %0, %1;" : "+l"(p) : "r"(rank));
+#else
+    (void)rank;
+#endif
+    return p;
 }
 
 #define RFK_BLOCK 256        /* threads of a block unless a kernel says otherwise */
@@ -698,6 +727,37 @@ RFK_DEVICE rfk_codebook rfk_codes_fp4() { /* 0 1 2 3 4 6 8 12 and their negative
     return c;
 }
 
+/* NVIDIA's PRMT, for its selectors of four bits: bytes 0-3 are of x, 4-7 of y, and with 8 added a byte becomes eight
+ * copies of its sign. */
+#if (defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)) || defined(ROCMFORGE_HIP_EMU)
+#define RFK_HAS_PERMUTE 1
+RFK_DEVICE uint32_t rfk_permute(uint32_t x, uint32_t y, uint32_t selectors) {
+#if defined(ROCMFORGE_HIP_EMU)
+    const uint64_t bytes = x | (uint64_t)y << 32;
+    uint32_t out = 0;
+    for (uint32_t i = 0; i < 4; i++) {
+        const uint32_t selector = selectors >> (4 * i), byte = (uint32_t)(bytes >> (8 * (selector & 7))) & 255;
+        out |= (selector & 8 ? (byte >> 7) * 255 : byte) << (8 * i);
+    }
+    return out;
+#else
+    uint32_t out;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(x), "r"(y), "r"(selectors));
+    return out;
+#endif
+}
+
+/* A constant that stays in a register: ptxas would move it there for each instruction that wants it in one. No block is
+ * two threads deep. */
+RFK_DEVICE uint32_t rfk_in_register(uint32_t constant) {
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
+    return constant + threadIdx.z;
+#else
+    return constant;
+#endif
+}
+#endif
+
 /* Look up the eight nibbles: the low nibble of each byte, and the high one. */
 RFK_DEVICE void rfk_look_up(const rfk_codebook &c, int nibbles, int *low, int *high) {
     const uint32_t v = (uint32_t)nibbles;
@@ -843,6 +903,8 @@ template <> struct rfk_format<RF_TYPE_IQ4_XS> {
     }
 };
 
+/* 2^(c - 127) / 2 */
+RFK_DEVICE float rfk_mxfp4_scale(uint32_t c) { return rfk_as_float(c < 2 ? 0x200000u << c : (c - 1) << 23); }
 template <> struct rfk_format<RF_TYPE_MXFP4> {
     static const int OFFSET = 0, HAS_MIN = 0, SCALES = 1;
     RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
@@ -855,7 +917,7 @@ template <> struct rfk_format<RF_TYPE_MXFP4> {
         rfk_words(r.a, in);
         RFK_UNROLL(4)
         for (int i = 0; i < 4; i++) rfk_look_up(rfk_codes_fp4(), in[i], &o.q[i], &o.q[4 + i]);
-        o.d[0] = o.d[1] = rfk_as_float(r.c < 2 ? 0x200000u << r.c : (r.c - 1) << 23); /* 2^(c - 127) / 2 */
+        o.d[0] = o.d[1] = rfk_mxfp4_scale(r.c);
     }
 };
 
@@ -1481,33 +1543,89 @@ RFK_DEVICE uint32_t rfk_to_bf16x2(float low, float high) {
  * wgmma: the same word of 8 rows lies in different banks. */
 RFK_DEVICE uint32_t rfk_swizzled(uint32_t row, uint32_t word) { return word ^ row % 8; }
 
+/* x / 127, rounded once, of any x that is not infinite or NaN: the product with 1/127 is one unit off at most, and its
+ * remainder is exact (Markstein). Three instructions instead of a division. */
+RFK_DEVICE float rfk_divide_by_127(float x) {
+#if defined(ROCMFORGE_HIP_EMU) /* its rfk_fma rounds twice */
+    return x / 127.0f;
+#else
+    const float one = 1.0f / 127.0f, y = rfk_mul(x, one);
+    return fmaf(fmaf(-y, 127.0f, x), one, y);
+#endif
+}
+
+/* The lowest bytes of four words. */
+RFK_DEVICE int rfk_join_bytes(const uint32_t *w) {
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
+    return (int)__byte_perm(__byte_perm(w[0], w[1], 0x0040), __byte_perm(w[2], w[3], 0x0040), 0x5410);
+#else
+    return (int)((w[0] & 255) | (w[1] & 255) << 8 | (w[2] & 255) << 16 | w[3] << 24);
+#endif
+}
+
+/* The larger of `top` and the bits of |x| for n values: as integers, NaN > infinity > all numbers. */
+RFK_DEVICE uint32_t rfk_largest(const float *x, int n, uint32_t top) {
+    for (int k = 0; k < n; k++) {
+        const uint32_t bits = rfk_as_bits(x[k]) & 0x7fffffffu;
+        top = bits > top ? bits : top;
+    }
+    return top;
+}
+
+/* How a group is quantized whose largest value's bits are `top`. */
+struct rfk_int8_scale {
+    float d, inverse;
+    bool finite;
+};
+RFK_DEVICE rfk_int8_scale rfk_scale_of(uint32_t top) {
+    rfk_int8_scale s = {rfk_divide_by_127(rfk_as_float(top)), 0, top < 0x7f800000u};
+    if (s.d >= 1.17549435e-38f) s.inverse = 1.0f / s.d;
+    else s.d = 0;
+    if (!s.finite) s.d = rfk_as_float(0x7fc00000u);
+    return s;
+}
+/* Four values as int8. 1.5 * 2^23 + x rounds x to the nearest integer, even among two, and ends in its bits. */
+RFK_DEVICE int rfk_quantize_four(const float *x, const rfk_int8_scale &s) {
+    uint32_t q[4];
+    for (int k = 0; k < 4; k++) q[k] = rfk_as_bits(rfk_mul(x[k], s.inverse) + 12582912.0f);
+    return s.finite ? rfk_join_bytes(q) : 0;
+}
+
 /* Quantize a group of 32, four values a lane in eight adjacent lanes.   Returns the lane's four int8; the group's d,
  * and the sum of q over the lane's half of the group. All lanes of the wave must take part. */
 template <int WAVE> RFK_DEVICE int rfk_quantize_lane(const float *x, float *d_out, int *sum_out) {
-    uint32_t top = 0; /* bits of max|x|: as integers, NaN > infinity > all numbers */
-    for (int k = 0; k < 4; k++) {
-        uint32_t bits = rfk_as_bits(x[k]) & 0x7fffffffu;
-        top = bits > top ? bits : top;
-    }
+    uint32_t top = rfk_largest(x, 4, 0);
     for (int mask = 1; mask < 8; mask *= 2) {
         uint32_t bits = rfk_shuffle_xor<WAVE>(top, mask);
         top = bits > top ? bits : top;
     }
-    float d = rfk_as_float(top) / 127.0f, inverse = 0;
-    if (d >= 1.17549435e-38f) inverse = 1.0f / d;
-    else d = 0;
-    bool finite = top < 0x7f800000u;
-    if (!finite) d = rfk_as_float(0x7fc00000u);
-    int packed = 0, sum = 0;
-    for (int k = 0; k < 4; k++) {
-        int q = finite ? (int)rintf(x[k] * inverse) : 0;
-        packed |= (q & 255) << (8 * k);
-        sum += q;
-    }
+    const rfk_int8_scale scale = rfk_scale_of(top);
+    const int packed = rfk_quantize_four(x, scale);
+    int sum = rfk_dot4(packed, 0x01010101, 0);
     for (int mask = 1; mask < 4; mask *= 2) sum += rfk_shuffle_xor<WAVE>(sum, mask);
-    *d_out = d;
+    *d_out = scale.d;
     *sum_out = sum;
     return packed;
+}
+
+/* The same, 16 values a lane in two adjacent lanes. */
+struct rfk_int8_chunk {
+    int4 q;
+    float d;
+    int sum, other; /* of q, and of the other half of the group */
+};
+template <int WAVE> RFK_DEVICE void rfk_quantize_chunk(const float *x, rfk_int8_chunk &to) {
+    uint32_t top = rfk_largest(x, 16, 0);
+    const uint32_t bits = rfk_shuffle_xor<WAVE>(top, 1);
+    const rfk_int8_scale scale = rfk_scale_of(bits > top ? bits : top);
+    to.q.x = rfk_quantize_four(x, scale), to.q.y = rfk_quantize_four(x + 4, scale);
+    to.q.z = rfk_quantize_four(x + 8, scale), to.q.w = rfk_quantize_four(x + 12, scale);
+    to.d = scale.d;
+    to.sum = rfk_dot4(to.q.x, 0x01010101, 0);
+    to.sum = rfk_dot4(to.q.y, 0x01010101, to.sum);
+    to.sum = rfk_dot4(to.q.z, 0x01010101, to.sum);
+    to.sum = rfk_dot4(to.q.w, 0x01010101, to.sum);
+    to.other = rfk_shuffle_xor<WAVE>(to.sum, 1);
 }
 
 /* Quantize values 4i .. 4i + 3 of a row of n; eight threads share a group. All lanes of the wave must take part;
@@ -1581,18 +1699,19 @@ struct rfk_norm_args {
     const float *in;
     float *out;           /* NULL: not wanted */
     rfk_int8_rows to;
-    uint32_t w_type, b_type, in_stride, out_stride, n, n_heads, center, accumulate;
+    const float *before;  /* [rows][out_stride] what the norm is added to; NULL: nothing */
+    uint32_t w_type, b_type, in_stride, out_stride, n, n_heads, center;
     uint32_t w_head; /* values of w from one head to the next */
     float eps;
 };
 struct rfk_norm_shared { float sum[2][8]; };
 
-/* Sum over the block of `threads`, in every thread. Each sum of a launch has a `slot` of its own: no barrier is needed
- * between them. */
+/* Sum over the first `threads` of the block, in every thread. Each sum of a launch has a `slot` of its own: no barrier
+ * is needed between them. */
 template <int WAVE>
 RFK_DEVICE float rfk_block_sum(rfk_norm_shared &s, int slot, float v, uint32_t threads = RFK_BLOCK) {
     v = rfk_wave_sum<WAVE>(v);
-    if (threadIdx.x % WAVE == 0) s.sum[slot][threadIdx.x / WAVE] = v;
+    if (threadIdx.x % WAVE == 0 && threadIdx.x < RFK_BLOCK) s.sum[slot][threadIdx.x / WAVE] = v;
     __syncthreads();
     v = 0;
     RFK_UNROLL(RFK_BLOCK / WAVE)
@@ -1601,15 +1720,17 @@ RFK_DEVICE float rfk_block_sum(rfk_norm_shared &s, int slot, float v, uint32_t t
     return v;
 }
 
-RFK_DEVICE float *rfk_norm_out(const rfk_norm_args &a) {
-    return a.out ? a.out + (size_t)blockIdx.x * a.out_stride + (size_t)blockIdx.y * a.n : NULL;
+/* Where the block's row begins among rows of out_stride values. */
+RFK_DEVICE size_t rfk_norm_at(const rfk_norm_args &a) {
+    return (size_t)blockIdx.x * a.out_stride + (size_t)blockIdx.y * a.n;
 }
+RFK_DEVICE float *rfk_norm_out(const rfk_norm_args &a) { return a.out ? a.out + rfk_norm_at(a) : NULL; }
 
-RFK_DEVICE float rfk_norm_value(const rfk_norm_args &a, float x, float scale, uint32_t i, const float *out) {
+RFK_DEVICE float rfk_norm_value(const rfk_norm_args &a, float x, float scale, uint32_t i) {
     float y = x * scale;
     if (a.w) y *= rfk_load_any(a.w, a.w_type, (size_t)blockIdx.y * a.w_head + i);
     if (a.b) y += rfk_load_any(a.b, a.b_type, i);
-    return a.accumulate ? out[i] + y : y;
+    return a.before ? a.before[rfk_norm_at(a) + i] + y : y;
 }
 
 template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rms_norm(rfk_norm_args a) {
@@ -1628,7 +1749,7 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rms_norm(r
     float scale = 1.0f / sqrtf(sum / (float)a.n + a.eps);
     if (!a.to.q) {
         for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK)
-            out[i] = rfk_norm_value(a, in[i] - mean, scale, i, out);
+            out[i] = rfk_norm_value(a, in[i] - mean, scale, i);
         return;
     }
     for (uint32_t first = 0; first < a.n / 4; first += RFK_BLOCK) {
@@ -1636,7 +1757,7 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rms_norm(r
         bool inside = i < a.n / 4;
         float x[4] = {0, 0, 0, 0};
         for (uint32_t k = 0; inside && k < 4; k++) {
-            x[k] = rfk_norm_value(a, in[4 * i + k] - mean, scale, 4 * i + k, out);
+            x[k] = rfk_norm_value(a, in[4 * i + k] - mean, scale, 4 * i + k);
             if (out) out[4 * i + k] = x[k];
         }
         rfk_convert4<WAVE>(a.to, blockIdx.x, a.n, i, x, inside);
@@ -1666,20 +1787,27 @@ RFK_DEVICE void rfk_norm_load(const rfk_norm_row &r, uint32_t first, rfk_norm_pa
 }
 RFK_DEVICE const rfk_norm_row &rfk_norm_again(const rfk_norm_row &r) { return r; }
 
+/* 1 / rms of a row of n values that the block's first 256 threads load; their last ones stay in x. */
+template <int WAVE, class R>
+RFK_DEVICE float rfk_norm_scale(const R &r, uint32_t n, float eps, rfk_norm_part &x, rfk_norm_shared &s) {
+    float sum = 0;
+    RFK_UNROLL(1)
+    for (uint32_t first = 0; 4 * first < n && threadIdx.x < RFK_BLOCK; first += RFK_NORM_KEPT * RFK_BLOCK) {
+        rfk_norm_load(r, first, x);
+        RFK_UNROLL(4)
+        for (uint32_t j = 0; j < RFK_NORM_KEPT; j++)
+            for (uint32_t k = 0; k < 4; k++) sum = rfk_fma(x[j][k], x[j][k], sum);
+    }
+    return 1.0f / sqrtf(rfk_block_sum<WAVE>(s, 1, sum) / (float)n + eps);
+}
+
 /* The norm of a row that rfk_norm_load(r) loads: the last values stay in registers, the others are loaded again. */
 template <int WAVE, class R> RFK_DEVICE void rfk_norm_wide(const rfk_norm_args &a, const R &r, rfk_norm_shared &s) {
     const uint32_t step = RFK_NORM_KEPT * RFK_BLOCK, last = (a.n - 1) / 4 / step * step;
     const float *w = reinterpret_cast<const float *>(a.w) + (size_t)blockIdx.y * a.w_head;
-    float *out = rfk_norm_out(a), sum = 0, factor[4];
+    float *out = rfk_norm_out(a), factor[4];
     rfk_norm_part x;
-    for (uint32_t first = 0; first <= last; first += step) {
-        rfk_norm_load(r, first, x);
-        RFK_UNROLL(4)
-        for (uint32_t j = 0; j < RFK_NORM_KEPT; j++)
-            for (uint32_t k = 0; k < 4; k++) sum += x[j][k] * x[j][k];
-    }
-    sum = rfk_block_sum<WAVE>(s, 1, sum);
-    const float scale = 1.0f / sqrtf(sum / (float)a.n + a.eps);
+    const float scale = rfk_norm_scale<WAVE>(r, a.n, a.eps, x, s);
     for (uint32_t first = last;; first -= step) {
         if (first != last) rfk_norm_load(rfk_norm_again(r), first, x);
         RFK_UNROLL(4)
@@ -1687,9 +1815,9 @@ template <int WAVE, class R> RFK_DEVICE void rfk_norm_wide(const rfk_norm_args &
             const uint32_t i = first + j * RFK_BLOCK + threadIdx.x;
             if (4 * (i - threadIdx.x) >= a.n) break;
             rfk_norm_get4(w, i, a.n, factor);
-            for (uint32_t k = 0; k < 4; k++) x[j][k] = x[j][k] * scale * factor[k];
-            if (a.accumulate) {
-                rfk_norm_get4(out, i, a.n, factor);
+            for (uint32_t k = 0; k < 4; k++) x[j][k] = rfk_mul(rfk_mul(x[j][k], scale), factor[k]);
+            if (a.before) {
+                rfk_norm_get4(a.before + (out - a.out), i, a.n, factor);
                 for (uint32_t k = 0; k < 4; k++) x[j][k] += factor[k];
             }
             if (out) rfk_set4(out, i, a.n, x[j]);
@@ -1726,7 +1854,7 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rms_norm_h
     for (uint32_t j = 0; j < RFK_NORM_KEPT; j++) {
         const uint32_t i = j * WAVE + lane;
         rfk_norm_get4(w, i, a.n, factor);
-        rfk_norm_get4(out, i, a.accumulate ? a.n : 0, before);
+        rfk_norm_get4(a.before ? a.before + (out - a.out) : out, i, a.before ? a.n : 0, before);
         for (uint32_t k = 0; k < 4; k++) x[j][k] = x[j][k] * scale * factor[k] + before[k];
         rfk_set4(out, i, a.n, x[j]);
     }
@@ -1878,12 +2006,17 @@ template <int WAVE, bool LATENT> static __global__ void RFK_THREADS(RFK_BLOCK) r
     if (e % 32 == 0) to[dim / 2 + e / 32] = rfk_to_half(d);
 }
 
+/* A GELU is x / (1 + e^-z), a SILU that of z = x. Every kernel gets the same bits. */
+RFK_DEVICE float rfk_gelu_z(float x) {
+    return rfk_mul(1.5957691216057308f, rfk_fma(rfk_mul(0.044715f, rfk_mul(x, x)), x, x));
+}
+
 /* Apply an rf_activation. */
 RFK_DEVICE float rfk_activate(uint32_t activation, float x) {
     if (activation == RF_ACT_NONE) return x;
     if (activation == RF_ACT_RELU) return fmaxf(x, 0.0f);
     if (activation == RF_ACT_RELU2) return fmaxf(x, 0.0f) * fmaxf(x, 0.0f);
-    const float e = expf(-(activation == RF_ACT_GELU       ? 1.5957691216057308f * (x + 0.044715f * x * x * x)
+    const float e = expf(-(activation == RF_ACT_GELU       ? rfk_gelu_z(x)
                            : activation == RF_ACT_SOFTPLUS ? fabsf(x)
                                                            : x));
     if (activation == RF_ACT_SOFTPLUS) return fmaxf(x, 0.0f) + log1pf(e);
@@ -2284,7 +2417,6 @@ struct rfk_route_args {
 /* What a logit becomes before softmax's sum divides it. */
 RFK_CALLED float rfk_sqrt_softplus(float x) { return sqrtf(x > 20.0f ? x : log1pf(expf(x))); }
 RFK_DEVICE float rfk_route_value(uint32_t flags, float x, float top) {
-    if (flags & RF_OP_CHOSEN) return x;
     if (flags & RF_OP_SQRT_SOFTPLUS) return rfk_sqrt_softplus(x);
     const bool sigmoid = (flags & RF_OP_SIGMOID) != 0;
     const float v = expf(sigmoid ? -x : x - top); /* one copy of it: kernels have many */
@@ -2341,30 +2473,34 @@ template <int WAVE> RFK_DEVICE void rfk_route_groups(rfk_route_shared &s, const 
     for (uint32_t i = threadIdx.x; i < a.n_experts; i += WAVE) s.taken[i] = !s.out[i / size];
     __syncthreads();
 }
-/* The weights of the chosen experts, or their softmax, normalized and scaled as the op says, a lane each, by one wave.
- * `chosen` is overwritten. */
-template <int WAVE> RFK_DEVICE void rfk_route_weights(float *chosen, const rfk_route_args &a, float *weights) {
+/* Whether weights are the softmax of the chosen experts' logits alone. Where the weights of a softmax of all are
+ * divided by their sum, that is the same: the others cancel. */
+RFK_DEVICE bool rfk_route_is_late(const rfk_route_args &a) {
+    if (a.flags & (RF_OP_SIGMOID | RF_OP_SQRT_SOFTPLUS)) return false;
+    return (a.flags & RF_OP_CHOSEN) || ((a.flags & RF_OP_NORMALIZE) && !a.bias && !a.fixed && a.n_groups <= 1);
+}
+/* Whether a logit makes every weight NaN, as in a softmax of all. */
+RFK_DEVICE uint32_t rfk_route_is_lost(const rfk_route_args &a, float x) {
+    return !(a.flags & (RF_OP_SIGMOID | RF_OP_SQRT_SOFTPLUS | RF_OP_CHOSEN)) && !(x < INFINITY);
+}
+/* x, which is to be divided by a sum. */
+RFK_DEVICE float rfk_route_divide(float x, float sum) { return x / (sum > 6.103515625e-5f ? sum : 6.103515625e-5f); }
+/* From what rfk_route_value made of the chosen experts' logits to their weights, a lane each, by one wave. */
+template <int WAVE>
+RFK_DEVICE void rfk_route_weights(float *chosen, const rfk_route_args &a, bool late, float *weights) {
     float top = -INFINITY, sum = 0;
     const uint32_t lane = threadIdx.x % WAVE;
-    if (a.flags & RF_OP_CHOSEN) {
-        for (uint32_t k = 0; k < a.n_used; k++) top = chosen[k] > top ? chosen[k] : top;
-        rfk_sync_lanes<WAVE>();
-        for (uint32_t k = lane; k < a.n_used; k += WAVE) chosen[k] = expf(chosen[k] - top);
-        rfk_sync_lanes<WAVE>();
-        for (uint32_t k = 0; k < a.n_used; k++) sum += chosen[k];
-        rfk_sync_lanes<WAVE>();
-        for (uint32_t k = lane; k < a.n_used; k += WAVE) chosen[k] /= sum;
-        rfk_sync_lanes<WAVE>();
-    }
-    sum = 0;
-    for (uint32_t k = 0; k < a.n_used; k++) sum += chosen[k];
-    if (!(sum > 6.103515625e-5f)) sum = 6.103515625e-5f;
-    rfk_sync_lanes<WAVE>();
+    for (uint32_t k = lane; k < a.n_used; k += WAVE) top = chosen[k] > top ? chosen[k] : top;
+    if (late) top = rfk_wave_max<WAVE>(top);
     for (uint32_t k = lane; k < a.n_used; k += WAVE) {
-        float weight = a.flags & RF_OP_NORMALIZE ? chosen[k] / sum : chosen[k];
+        if (late) chosen[k] = expf(chosen[k] - top);
+        sum += chosen[k];
+    }
+    sum = rfk_wave_sum<WAVE>(sum);
+    for (uint32_t k = lane; k < a.n_used; k += WAVE) {
+        const float weight = late || (a.flags & RF_OP_NORMALIZE) ? rfk_route_divide(chosen[k], sum) : chosen[k];
         weights[k] = a.scale != 0 ? weight * a.scale : weight;
     }
-    rfk_sync_lanes<WAVE>();
 }
 template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_route(rfk_route_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
@@ -2372,11 +2508,16 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_route(rfk_route
     RFK_SHARED(rfk_route_shared, s);
     const float *in = a.logits + (size_t)blockIdx.x * a.in_stride;
     float *out = a.out + (size_t)blockIdx.x * a.out_stride, top = -INFINITY, sum = 0;
-    const bool softmax = !(a.flags & (RF_OP_SIGMOID | RF_OP_SQRT_SOFTPLUS | RF_OP_CHOSEN));
-    for (uint32_t i = threadIdx.x; i < a.n_experts; i += WAVE) top = in[i] > top ? in[i] : top;
-    top = rfk_wave_max<WAVE>(top);
+    const bool late = rfk_route_is_late(a), softmax = !late && !(a.flags & (RF_OP_SIGMOID | RF_OP_SQRT_SOFTPLUS));
+    uint32_t lost = 0;
     for (uint32_t i = threadIdx.x; i < a.n_experts; i += WAVE) {
-        s.p[i] = rfk_route_value(a.flags, in[i], top);
+        top = in[i] > top ? in[i] : top;
+        lost |= rfk_route_is_lost(a, in[i]);
+    }
+    top = rfk_wave_max<WAVE>(top);
+    lost = rfk_wave_max<WAVE>(lost);
+    for (uint32_t i = threadIdx.x; i < a.n_experts; i += WAVE) {
+        s.p[i] = lost ? NAN : late ? in[i] : rfk_route_value(a.flags, in[i], top);
         sum += s.p[i];
     }
     sum = rfk_wave_sum<WAVE>(sum);
@@ -2400,58 +2541,109 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_route(rfk_route
         }
         __syncthreads();
     }
-    rfk_route_weights<WAVE>(s.weight, a, out + a.n_used);
+    rfk_route_weights<WAVE>(s.weight, a, late, out + a.n_used);
 }
 
-/* The same for a row without groups, by one wave of a block: ids and weights to shared memory. Scores are compared as
- * integers: of two floats the larger one has the larger key, NaN has 1, what is taken or not there 0. */
+/* rfk_route_value of N logits. No branch divides the values: their latencies overlap. */
+template <int N> RFK_DEVICE void rfk_route_values(uint32_t flags, float *x, float top) {
+    if (flags & RF_OP_SQRT_SOFTPLUS) {
+        RFK_UNROLL(8)
+        for (int j = 0; j < N; j++) x[j] = rfk_sqrt_softplus(x[j]);
+        return;
+    }
+    const bool sigmoid = (flags & RF_OP_SIGMOID) != 0;
+    RFK_UNROLL(8)
+    for (int j = 0; j < N; j++) x[j] = expf(sigmoid ? -x[j] : x[j] - top);
+    if (!sigmoid) return;
+    RFK_UNROLL(8)
+    for (int j = 0; j < N; j++) x[j] = 1.0f / (1.0f + x[j]);
+}
+
+/* rfk_route of a row without groups, by one wave of a block: lane k gets the k-th of a.n_used <= WAVE choices. Other
+ * waves wait for it. A lane has N experts. Scores are compared as integers: of two floats the larger one has the larger
+ * key, NaN has 1, what is taken or not there 0.
+ *   values: room for WAVE * N floats in shared memory. Called: one copy for all uses in a kernel. */
 #define RFK_CHOOSE_FROM 256u /* experts, at most */
-template <int WAVE>
-RFK_DEVICE void rfk_choose(const rfk_route_args &a, uint32_t row, uint32_t *ids, float *weights) {
+struct rfk_chosen {
+    uint32_t id;
+    float weight;
+};
+template <int WAVE, int N>
+RFK_CALLED rfk_chosen rfk_choose_of(rfk_route_args a, uint32_t row, float *values) {
     const float *logits = a.logits + (size_t)row * a.in_stride;
-    const int N = RFK_CHOOSE_FROM / WAVE;
     const uint32_t lane = threadIdx.x % WAVE;
-    const bool softmax = !(a.flags & (RF_OP_SIGMOID | RF_OP_SQRT_SOFTPLUS | RF_OP_CHOSEN));
-    float p[N], top = -INFINITY, sum = 0;
-    uint32_t key[N];
+    const bool inside = lane < a.n_used, late = rfk_route_is_late(a),
+               softmax = !late && !(a.flags & (RF_OP_SIGMOID | RF_OP_SQRT_SOFTPLUS));
+    float p[N], bias[N];
+    uint32_t key[N], lost = 0;
     RFK_UNROLL(8)
-    for (int j = 0; j < N; j++) {
+    for (int j = 0; j < N; j++) { /* without branches, so that all loads are on their way at once */
         const uint32_t i = lane + (uint32_t)j * WAVE;
-        p[j] = i < a.n_experts ? logits[i] : -INFINITY;
-        top = p[j] > top ? p[j] : top;
+        p[j] = logits[i < a.n_experts ? i : a.n_experts - 1];
+        bias[j] = 0;
     }
-    top = rfk_wave_max<WAVE>(top);
     RFK_UNROLL(8)
-    for (int j = 0; j < N; j++) {
-        p[j] = rfk_route_value(a.flags, p[j], top);
-        if (lane + (uint32_t)j * WAVE < a.n_experts) sum += p[j];
-    }
-    sum = rfk_wave_sum<WAVE>(sum);
-    RFK_UNROLL(8)
-    for (int j = 0; j < N; j++) {
+    for (int j = 0; j < N && a.bias; j++) {
         const uint32_t i = lane + (uint32_t)j * WAVE;
-        if (softmax) p[j] /= sum;
-        key[j] = 0;
-        if (i >= a.n_experts) continue;
-        const float score = (a.bias ? p[j] + rfk_load_any(a.bias, a.bias_type, i) : p[j]) + 0.0f; /* no -0 */
+        bias[j] = rfk_load_any(a.bias, a.bias_type, i < a.n_experts ? i : a.n_experts - 1);
+    }
+    RFK_UNROLL(8)
+    for (int j = 0; j < N; j++) lost |= rfk_route_is_lost(a, p[j]);
+    lost = rfk_wave_max<WAVE>(lost);
+    if (!late) {
+        float top = -INFINITY, sum = 0;
+        RFK_UNROLL(8)
+        for (int j = 0; j < N; j++) top = p[j] > top ? p[j] : top;
+        if (softmax) top = rfk_wave_max<WAVE>(top);
+        rfk_route_values<N>(a.flags, p, top);
+        RFK_UNROLL(8)
+        for (int j = 0; j < N; j++) sum += lane + (uint32_t)j * WAVE < a.n_experts ? p[j] : 0.0f;
+        if (softmax) {
+            sum = rfk_wave_sum<WAVE>(sum);
+            RFK_UNROLL(8)
+            for (int j = 0; j < N; j++) p[j] = p[j] / sum;
+        }
+    }
+    RFK_UNROLL(8)
+    for (int j = 0; j < N; j++) {
+        if (lost) p[j] = NAN;
+        const float score = p[j] + bias[j] + 0.0f; /* no -0 */
         const uint32_t bits = rfk_as_bits(score);
         key[j] = score != score ? 1u : bits >> 31 ? ~bits : bits | 0x80000000u;
+        if (lane + (uint32_t)j * WAVE >= a.n_experts) key[j] = 0;
+        values[lane + (uint32_t)j * WAVE] = p[j];
     }
+    rfk_chosen own = {0, 0};
+    RFK_UNROLL(1)
     for (uint32_t k = 0; k < a.n_used; k++) {
-        uint32_t best = 0, id = 0xffffffffu;
-        float weight = 0;
+        uint32_t best = key[0], slot = 0;
+        RFK_UNROLL(8)
+        for (int j = 1; j < N; j++)
+            if (key[j] > best) best = key[j], slot = (uint32_t)j;
+        const uint32_t id = best == rfk_wave_max<WAVE>(best) ? lane + slot * WAVE : RF_NONE,
+                       chosen = ~rfk_wave_max<WAVE>(~id); /* the smallest one among equals */
         RFK_UNROLL(8)
         for (int j = 0; j < N; j++)
-            if (key[j] > best) best = key[j], id = lane + (uint32_t)j * WAVE, weight = p[j];
-        if (best != rfk_wave_max<WAVE>(best)) id = 0xffffffffu;
-        const uint32_t chosen = ~rfk_wave_max<WAVE>(~id); /* the smallest one among equals */
-        RFK_UNROLL(8)
-        for (int j = 0; j < N; j++)
-            if (lane + (uint32_t)j * WAVE == chosen) key[j] = 0;
-        if (id == chosen) ids[k] = chosen, weights[k] = weight;
+            if (chosen - lane == (uint32_t)j * WAVE) key[j] = 0;
+        if (lane == k) own.id = chosen;
     }
     rfk_sync_lanes<WAVE>();
-    rfk_route_weights<WAVE>(weights, a, weights);
+    own.weight = inside ? values[own.id] : 0.0f;
+    if (late) {
+        const float top = rfk_wave_max<WAVE>(inside ? own.weight : -INFINITY);
+        own.weight = inside ? expf(own.weight - top) : 0.0f;
+    }
+    if (late || (a.flags & RF_OP_NORMALIZE)) own.weight = rfk_route_divide(own.weight, rfk_wave_sum<WAVE>(own.weight));
+    if (a.scale != 0) own.weight *= a.scale;
+    return own;
+}
+template <int WAVE>
+RFK_DEVICE rfk_chosen rfk_choose(const rfk_route_args &a, uint32_t row, float *values) {
+#if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU) /* elsewhere each would be inlined */
+    if (a.n_experts <= (uint32_t)WAVE) return rfk_choose_of<WAVE, 1>(a, row, values);
+    if (a.n_experts <= 128) return rfk_choose_of<WAVE, 128 / WAVE>(a, row, values);
+#endif
+    return rfk_choose_of<WAVE, RFK_CHOOSE_FROM / WAVE>(a, row, values);
 }
 
 /* out (+)= scale * sum over the chosen experts of weight * in, in order of choice.
@@ -3379,7 +3571,7 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_matvec_float(rfk_
 
 /* ---- router ----
  * A decode step's norm and the products of its result with few rows of floats, such as a router's: a row a block, which
- * norms the input itself; the first one stores it.   grid [rows of all products, rows]
+ * norms the input itself; each stores a part of it.   grid [rows of all products, rows]
  * block: 256, or fewer waves where a row has fewer than 1024 values */
 #define RFK_NORM_DOTS_ROWS 1024u /* of all products, at most */
 struct rfk_norm_dots_args {
@@ -3427,8 +3619,7 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_norm_dots(
     sum = rfk_block_sum<WAVE>(s, 1, sum, blockDim.x);
     const float scale = 1.0f / sqrtf(squares / (float)n + a.eps);
     if (threadIdx.x == 0) rfk_put(p, row, blockIdx.y, sum * scale);
-    if (blockIdx.x != 0) return;
-    for (uint32_t i = threadIdx.x; i < n / 4; i += RFK_BLOCK) {
+    for (uint32_t i = blockIdx.x + gridDim.x * threadIdx.x; i < n / 4; i += gridDim.x * blockDim.x) {
         rfk_get4(in, i, n, x);
         rfk_load_any4(a.norm, a.norm_type, 0, i, n, norm);
         for (int k = 0; k < 4; k++) x[k] *= scale * norm[k];
@@ -3847,10 +4038,10 @@ RFK_DEVICE float rfk_take(const rfk_members_args &a, const rfk_product_sum &s, u
 
 /* ---- one column ----
  * The fused matvec of a decode step. A block keeps the column as int8 in shared memory, in the order in which lanes
- * read it, and makes it itself: from floats, from the RMS norm of floats, or from int8 rows. Waves take rows of W in
- * turn, lanes fragments of 64 weights. A lane loads its next fragment as soon as the registers of the last one are
- * free, and its first one before the previous kernel has ended. Which lane adds which products, and in what order,
- * depends on the type and n_in alone. */
+ * read it, and makes it itself: from floats, from the RMS norm of floats, both also behind a post-norm, or from int8
+ * rows. Waves take rows of W in turn, lanes fragments of 64 weights. A lane loads its next fragment as soon as the
+ * registers of the last one are free, and its first one before the previous kernel has ended. Which lane adds which
+ * products, and in what order, depends on the type and n_in alone. */
 
 #if defined(ROCMFORGE_HIP_EMU) /* as the GPUs below, by device */
 #define RFK_FUSED_BLOCK blockDim.x
@@ -3879,14 +4070,24 @@ RFK_DEVICE float rfk_take(const rfk_members_args &a, const rfk_product_sum &s, u
 #endif
 #define RFK_MAX_COLUMN 32768u /* values: 1.5 bytes of shared memory each */
 
+/* A post-norm in the launch that reads what it is added to: x + y / rms(y) * w takes x's place. */
+struct rfk_add_args {
+    const float *y, *w; /* y NULL: none */
+    float *out;         /* where the sum goes, for later launches */
+    uint32_t y_stride;
+    float eps;
+};
+
 struct rfk_fused_args {
     rfk_product part[RFK_PRODUCTS]; /* glu: the gates, then what they multiply */
     const float *x;                 /* x8.q NULL: the column */
+    rfk_add_args add;               /* to x; out is not x, which other blocks still read */
     const uint8_t *norm;            /* NULL: no norm */
     float *norm_out;                /* where the normed x goes; NULL: no other op reads it */
     rfk_int8_rows x8;               /* the column, quantized */
     const float *squares;           /* [n_in / 32] x8 is a deferred norm; NULL: it is not */
-    uint32_t n_in, norm_type, glu;
+    uint32_t n_in, norm_type;
+    uint32_t glu, is_gelu;          /* act(gate) * up: a GELU, else a SILU */
     float eps;
     rfk_int8_rows to8;              /* the glu's or the product's results, quantized; NULL: not wanted */
     const uint8_t *to_norm;         /* weights of the deferred norm that to8 is; NULL: it is none */
@@ -3979,6 +4180,7 @@ RFK_DEVICE uint32_t rfk_find_product(const rfk_product *part, uint32_t &number, 
 struct rfk_fused_shared {
     float factor;                         /* of all dot products: 1 / rms of a deferred norm */
     rfk_product_sum sum;                  /* that the results are parts of */
+    rfk_norm_shared norm;
     float squares[RFK_MAX_COLUMN / 32];   /* of the norm that this block makes */
     float out[RFK_FUSED_PASSES][32];       /* results, if they are quantized or parts of a sum */
     float to_norm[RFK_FUSED_PASSES][32];   /* and the norm weights that multiply them */
@@ -4012,6 +4214,19 @@ RFK_DEVICE void rfk_norm_weights(const rfk_fused_args &a, uint32_t i, float *w) 
     for (uint32_t k = 0; k < 4; k++) w[k] = rfk_load_any(a.norm, a.norm_type, 4 * (size_t)i + k);
 }
 
+/* The weights of norms to the L2 cache, before the previous kernel has ended. */
+RFK_DEVICE void rfk_prefetch_norms(const rfk_fused_args &a) {
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
+    const uint32_t i = 32 * threadIdx.x;
+    if (a.x8.q || i >= a.n_in) return;
+    if (a.norm && a.norm_type == RF_TYPE_F32)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(reinterpret_cast<const float *>(a.norm) + i));
+    if (a.add.y) asm volatile("prefetch.global.L2 [%0];" ::"l"(a.add.w + i));
+#else
+    (void)a;
+#endif
+}
+
 /* Copy the column from x8. */
 RFK_DEVICE void rfk_copy_column(const rfk_fused_args &a, const rfk_column &c, uint32_t threads) {
     for (uint32_t chunk = threadIdx.x; chunk < a.n_in / 16; chunk += threads) {
@@ -4023,20 +4238,37 @@ RFK_DEVICE void rfk_copy_column(const rfk_fused_args &a, const rfk_column &c, ui
     }
 }
 
+/* x += y * scale * w, values 4i .. 4i + 3 of n, with rfk_norm_wide's bits. */
+RFK_DEVICE void rfk_add(const rfk_add_args &a, const float *y, uint32_t i, uint32_t n, float scale, float (&x)[4]) {
+    float own[4], w[4];
+    rfk_norm_get4(y, i, n, own);
+    rfk_norm_get4(a.w, i, n, w);
+    for (int k = 0; k < 4; k++) x[k] += rfk_mul(rfk_mul(own[k], scale), w[k]);
+}
+
 /* Quantize the column from x, as a deferred norm if there is one. weight: rfk_norm_weights of the thread's first
  * values. */
 template <int WAVE>
 RFK_DEVICE void rfk_quantize_column(const rfk_fused_args &a, const rfk_column &c, float (&weight)[4],
                                     rfk_fused_shared &s, uint32_t threads) {
     const uint32_t n = a.n_in / 4;
+    float v[4], d, scale = 0;
+    if (a.add.y) {
+        const rfk_norm_row y = {a.add.y, a.n_in};
+        rfk_norm_part unused;
+        scale = rfk_norm_scale<WAVE>(y, a.n_in, a.add.eps, unused, s.norm);
+    }
     RFK_UNROLL(1)
     for (uint32_t first = 0; first < n; first += threads) {
-        uint32_t i = first + threadIdx.x;
-        bool inside = i < n;
-        float4 own = {0, 0, 0, 0};
-        if (inside) own = reinterpret_cast<const float4 *>(a.x)[i];
+        const uint32_t i = first + threadIdx.x;
+        const bool inside = i < n;
+        if (i - threadIdx.x % WAVE >= n) break; /* the whole wave */
+        rfk_norm_get4(a.x, i, a.n_in, v);
         if (first) rfk_norm_weights(a, i, weight);
-        float v[4] = {own.x, own.y, own.z, own.w}, d;
+        if (a.add.y) {
+            rfk_add(a.add, a.add.y, i, a.n_in, scale, v);
+            if (inside && blockIdx.x == 0) rfk_set4(a.add.out, i, a.n_in, v);
+        }
         if (a.norm) {
             float squares = rfk_group_squares<WAVE>(v);
             if (inside && i % 8 == 0) s.squares[i / 8] = squares;
@@ -4070,8 +4302,9 @@ RFK_DEVICE void rfk_fill_column(const rfk_fused_args &a, const rfk_column &c, fl
     }
     __syncthreads();
     if (!a.norm_out || blockIdx.x != 0) return;
+    const float *x = a.add.y ? a.add.out : a.x;
     for (uint32_t i = threadIdx.x; i < a.n_in; i += threads)
-        a.norm_out[i] = a.x[i] * s.factor * rfk_load_any(a.norm, a.norm_type, i);
+        a.norm_out[i] = x[i] * s.factor * rfk_load_any(a.norm, a.norm_type, i);
 }
 
 /* Byte k of v as a float. On NVIDIA a conversion takes as long as four other instructions: there the byte becomes the
@@ -4520,16 +4753,18 @@ template <int TYPE> RFK_DEVICE void rfk_load_x(const rfk_column &c, uint32_t fra
     if (TYPE == RF_TYPE_Q6_K) x.start = reinterpret_cast<const float4 *>(c.start)[fragment];
 }
 
-/* Store silu(gate) * sum of a row and column, the results of two products, and return it. */
-RFK_DEVICE float rfk_put_glu(const rfk_product &gates, const rfk_product &p, uint32_t row, uint32_t col, float gate,
-                             float sum) {
+/* Store act(gate) * sum of a row and column, the results of two products, and return it. ARGS: rfk_fused_args or
+ * rfk_few_args. */
+template <class ARGS> RFK_DEVICE float rfk_put_glu(const ARGS &a, uint32_t row, uint32_t col, float gate, float sum) {
+    const rfk_product &gates = a.part[0], &p = a.part[1];
     if (gates.bias) gate += rfk_load_any(gates.bias, gates.bias_type, row);
     if (p.bias) sum += rfk_load_any(p.bias, p.bias_type, row);
     p.out[(size_t)col * p.out_stride + row] = sum;
-    return gates.out[(size_t)col * gates.out_stride + row] = rfk_mul(gate / (1.0f + expf(-gate)), sum);
+    const float z = a.is_gelu ? rfk_gelu_z(gate) : gate;
+    return gates.out[(size_t)col * gates.out_stride + row] = rfk_mul(gate / (1.0f + expf(-z)), sum);
 }
 
-/* Lane 0: store the epilogue of a row's sum, or silu(gate) * sum, and return it. before: the value there, if the
+/* Lane 0: store the epilogue of a row's sum, or act(gate) * sum, and return it. before: the value there, if the
  * product accumulates. */
 RFK_DEVICE float rfk_fused_epilogue(const rfk_fused_args &a, const rfk_product &p, uint32_t row, float gate, float sum,
                                 float before, const rfk_product_sum &sums) {
@@ -4538,7 +4773,7 @@ RFK_DEVICE float rfk_fused_epilogue(const rfk_fused_args &a, const rfk_product &
         rfk_push(a.sum, sums, row, part);
         return part;
     }
-    return a.glu ? rfk_put_glu(p, a.part[1], row, 0, gate, sum) : rfk_put_on(p, row, 0, sum, before);
+    return a.glu ? rfk_put_glu(a, row, 0, gate, sum) : rfk_put_on(p, row, 0, sum, before);
 }
 
 /* Quantize a fused matvec's results from `first` on, those of one pass a wave. */
@@ -4592,6 +4827,7 @@ RFK_DEVICE void rfk_fused_block(const rfk_fused_args &a, const rfk_product &p, u
     c.has_min = rfk_format<TYPE>::HAS_MIN;
     c.offset = rfk_format<TYPE>::OFFSET;
     float weight[4], to_norm = 0;
+    rfk_prefetch_norms(a);
     rfk_norm_weights(a, threadIdx.x, weight);
     const uint32_t mine_to = number * 32 + threadIdx.x / 32 * step + threadIdx.x % 32;
     if (a.to_norm && threadIdx.x < RFK_FUSED_PASSES * 32 && mine_to < n_out)
@@ -4777,6 +5013,7 @@ RFK_DEVICE void rfk_pairs_block(const rfk_fused_args &a, const rfk_product &p, u
     float sum[2] = {0, 0};
     c.order = F::ORDER, c.wave = 32, c.has_min = rfk_format<TYPE>::HAS_MIN, c.offset = rfk_format<TYPE>::OFFSET;
     float weight[4], to_norm = 0;
+    rfk_prefetch_norms(a);
     rfk_norm_weights(a, threadIdx.x, weight);
     const uint32_t mine_to = (threadIdx.x / 32 * n_blocks + number) * 32 + threadIdx.x % 32;
     if (a.to_norm && threadIdx.x < RFK_FUSED_PASSES * 32 && mine_to < n_out)
@@ -4870,7 +5107,7 @@ static __global__ void RFK_RESIDENT(RFK_PAIRS_BLOCK, 1) rfk_pairs_matvec(rfk_fus
 #define RFK_MIXTURE_CHOICES 17u /* at most, the shared experts included */
 struct rfk_mixture_args {
     rfk_experts_args e;        /* gates or down; e.x: floats; down: e.out is the sum */
-    uint32_t is_down;
+    uint32_t n_experts;
     rfk_route_args choose;     /* logits NULL: the route is there; else it is made here and goes to choose.out */
     const rfk_weight *w2;      /* what the gates multiply */
     const uint8_t *bias2, *factor2;
@@ -4889,6 +5126,7 @@ struct rfk_mixture_shared {
     rfk_weight w[2][RFK_MIXTURE_CHOICES]; /* of the choices */
     uint32_t id[RFK_MIXTURE_CHOICES];
     float weight[RFK_MIXTURE_CHOICES];    /* down: of a choice in the sum */
+    float values[RFK_CHOOSE_FROM];        /* rfk_choose */
     float factor[2][RFK_MIXTURE_CHOICES]; /* of the products; NaN: an expert that is not loaded must not go unnoticed */
 };
 
@@ -4901,23 +5139,30 @@ template <int TYPE> struct rfk_mixture_reads {
     RFK_DEVICE void fetch(const rfk_weight &w, uint32_t row, uint32_t n_in, uint32_t u, loaded &raw) {
         rfk_format<TYPE>::fetch(w, 0, row * (n_in / 32) + u, raw);
     }
-    RFK_DEVICE float dot(const loaded &raw, const rfk_column &c, uint32_t u, uint32_t lane, float total) {
+    struct x {
+        int4 piece[2];
+        float d;
+    };
+    template <int WAVE> RFK_DEVICE int4 order(const int4 &q) { return q; }
+    RFK_DEVICE void load_x(const rfk_column &c, uint32_t u, x &to) {
+        to.piece[0] = c.piece[u], to.piece[1] = c.piece[c.n_fragments + u];
+        to.d = c.scale[u];
+    }
+    RFK_DEVICE float dot(const loaded &raw, const x &x, uint32_t lane, float total) {
         typedef rfk_format<TYPE> F;
-        const int4 x[2] = {c.piece[u], c.piece[c.n_fragments + u]};
-        const float d = c.scale[u];
         rfk_unit unit;
         F::unpack(raw, lane, unit); /* units of a block are in adjacent lanes */
-        const int first = rfk_dot16(unit.q, x[0], RFK_DOT_START);
+        const int first = rfk_dot16(unit.q, x.piece[0], RFK_DOT_START);
         if (F::SCALES == 1 && !F::HAS_MIN)
-            return rfk_fma(rfk_mul(unit.d[0], d), rfk_dot_to_float(rfk_dot16(unit.q + 4, x[1], first)), total);
-        float sum = rfk_fma(unit.d[1], rfk_dot_to_float(rfk_dot16(unit.q + 4, x[1], RFK_DOT_START)),
+            return rfk_fma(rfk_mul(unit.d[0], x.d), rfk_dot_to_float(rfk_dot16(unit.q + 4, x.piece[1], first)), total);
+        float sum = rfk_fma(unit.d[1], rfk_dot_to_float(rfk_dot16(unit.q + 4, x.piece[1], RFK_DOT_START)),
                             rfk_mul(unit.d[0], rfk_dot_to_float(first)));
         if (F::HAS_MIN) {
             const int ones[4] = {0x01010101, 0x01010101, 0x01010101, 0x01010101};
-            sum -= rfk_fma(unit.m[1], (float)rfk_dot16(ones, x[1], 0),
-                           rfk_mul(unit.m[0], (float)rfk_dot16(ones, x[0], 0)));
+            sum -= rfk_fma(unit.m[1], (float)rfk_dot16(ones, x.piece[1], 0),
+                           rfk_mul(unit.m[0], (float)rfk_dot16(ones, x.piece[0], 0)));
         }
-        return rfk_fma(d, sum, total);
+        return rfk_fma(x.d, sum, total);
     }
 };
 template <int TYPE> struct rfk_mixture_reads64 {
@@ -4929,9 +5174,10 @@ template <int TYPE> struct rfk_mixture_reads64 {
         rfk_fragments<TYPE>::template begin<WAVE>(row, n_in, i, at);
         rfk_fragments<TYPE>::fetch(w, at, raw);
     }
-    RFK_DEVICE float dot(const loaded &raw, const rfk_column &c, uint32_t i, uint32_t lane, float total) {
-        rfk_fragment_x x;
-        rfk_load_x<TYPE>(c, i, x);
+    typedef rfk_fragment_x x;
+    template <int WAVE> RFK_DEVICE int4 order(const int4 &q) { return q; }
+    RFK_DEVICE void load_x(const rfk_column &c, uint32_t i, x &to) { rfk_load_x<TYPE>(c, i, to); }
+    RFK_DEVICE float dot(const loaded &raw, const x &x, uint32_t lane, float total) {
         return rfk_dot_fragment<TYPE>(raw, x, lane, total);
     }
 };
@@ -4941,26 +5187,78 @@ template <int TYPE> struct rfk_mixture_reads64 {
 RFK_MIXTURE_TYPES64(RFK_READS64)
 #undef RFK_READS64
 
-/* Fragments or units of a lane in flight. */
-#define RFK_MIXTURE_IN_FLIGHT(TYPE) \
-    ((TYPE) == RF_TYPE_MXFP4 ? 4 : (TYPE) == RF_TYPE_Q5_K || (TYPE) == RFK_OTHER16 ? 1 : 2)
-#if defined(ROCMFORGE_HIP_EMU)
-#define RFK_MIXTURE_BLOCK 256u
-#elif defined(RFK_NVIDIA)
-#define RFK_MIXTURE_BLOCK 768u /* 80 registers a thread: one block fills a multiprocessor */
-#else
-#define RFK_MIXTURE_BLOCK 512u /* 128 on gfx906: fewer would spill */
+#if defined(RFK_HAS_PERMUTE)
+/* MXFP4, whose nibbles select bytes of a table as they are: the eight magnitudes, or 0 where the sign is set. Negative
+ * weights are looked up and added up apart. So x has the order of the nibbles: those of the lower four bits of a byte,
+ * values 0 to 15, and of the upper ones in turn. */
+template <> struct rfk_mixture_reads<RF_TYPE_MXFP4> {
+    static const int VALUES = 32, ORDER = RFK_ORDER_LINEAR;
+    typedef rfk_raw loaded;
+    struct x {
+        int4 piece[2];
+        float d;
+    };
+    /* From values 16i .. 16i + 15 in the lanes of a pair to the order of nibbles. */
+    template <int WAVE> RFK_DEVICE int4 order(const int4 &q) {
+        const bool odd = threadIdx.x % 2;
+        const int first = rfk_shuffle_xor<WAVE>(odd ? q.x : q.z, 1), second = rfk_shuffle_xor<WAVE>(odd ? q.y : q.w, 1);
+        const uint32_t low[2] = {(uint32_t)(odd ? first : q.x), (uint32_t)(odd ? second : q.y)},
+                       high[2] = {(uint32_t)(odd ? q.z : first), (uint32_t)(odd ? q.w : second)};
+        int4 o;
+        o.x = (int)rfk_permute(low[0], high[0], 0x5140), o.y = (int)rfk_permute(low[0], high[0], 0x7362);
+        o.z = (int)rfk_permute(low[1], high[1], 0x5140), o.w = (int)rfk_permute(low[1], high[1], 0x7362);
+        return o;
+    }
+    template <int WAVE>
+    RFK_DEVICE void fetch(const rfk_weight &w, uint32_t row, uint32_t n_in, uint32_t u, loaded &raw) {
+        rfk_format<RF_TYPE_MXFP4>::fetch(w, 0, row * (n_in / 32) + u, raw);
+    }
+    RFK_DEVICE void load_x(const rfk_column &c, uint32_t u, x &to) {
+        to.piece[0] = c.piece[u], to.piece[1] = c.piece[c.n_fragments + u];
+        to.d = c.scale[u];
+    }
+    RFK_DEVICE float dot(const loaded &raw, const x &x, uint32_t lane, float total) {
+        const uint32_t small = rfk_in_register(0x03020100u), large = 0x0c080604u;
+        const int in[8] = {x.piece[0].x, x.piece[0].y, x.piece[0].z, x.piece[0].w,
+                           x.piece[1].x, x.piece[1].y, x.piece[1].z, x.piece[1].w};
+        int words[4], positive = RFK_DOT_START, negative = 0;
+        (void)lane;
+        rfk_words(raw.a, words);
+        RFK_UNROLL(4)
+        for (int i = 0; i < 4; i++) {
+            const uint32_t v = (uint32_t)words[i], n = v ^ 0x88888888u;
+            positive = rfk_dot4((int)rfk_permute(small, large, v), in[2 * i], positive);
+            negative = rfk_dot4((int)rfk_permute(small, large, n), in[2 * i], negative);
+            positive = rfk_dot4((int)rfk_permute(small, large, v >> 16), in[2 * i + 1], positive);
+            negative = rfk_dot4((int)rfk_permute(small, large, n >> 16), in[2 * i + 1], negative);
+        }
+        return rfk_fma(rfk_mul(rfk_mxfp4_scale(raw.c), x.d), rfk_dot_to_float(positive - negative), total);
+    }
+};
 #endif
 
-/* Values 4i .. 4i + 3 of what the row's experts read; down: the last n_shared of all are the shared experts'. */
+/* Pairs of fragments or units of a lane in flight: of the gate and of what it multiplies, or two of a row of down. */
+#define RFK_MIXTURE_IN_FLIGHT(TYPE) ((TYPE) == RF_TYPE_MXFP4 ? 2 : 1)
+#if defined(ROCMFORGE_HIP_EMU)
+#define RFK_MIXTURE_BLOCK(TYPE) 256u
+#elif defined(RFK_NVIDIA)
+#define RFK_MIXTURE_BLOCK(TYPE) ((TYPE) == RFK_OTHER16 ? 512u : 768u) /* 80 registers a thread fill a multiprocessor */
+#else
+#define RFK_MIXTURE_BLOCK(TYPE) 512u /* 128 on gfx906: fewer would spill */
+#endif
+
+/* Values 16i .. 16i + 15 of what the row's experts read; down: the last n_shared of all are the shared experts'. */
+template <bool DOWN>
 RFK_DEVICE void rfk_mixture_x(const rfk_mixture_args &a, uint32_t i, uint32_t all, float *x) {
-    const uint32_t n = a.is_down ? all - a.n_shared : all;
-    const float *chosen = a.e.x + (size_t)blockIdx.y * a.e.x_stride,
-                *shared = a.shared_x + (size_t)blockIdx.y * a.shared_stride;
-    const bool is_shared = 4 * i >= n;
-    x[0] = x[1] = x[2] = x[3] = 0;
-    if (4 * i < all)
-        rfk_get4(is_shared ? shared : chosen, is_shared ? i - n / 4 : i, is_shared ? a.n_shared : n, x);
+    const uint32_t n = DOWN ? all - a.n_shared : all;
+    const float *from = a.e.x + (size_t)blockIdx.y * a.e.x_stride + 16 * i;
+    if (DOWN && 16 * i >= n) from = a.shared_x + (size_t)blockIdx.y * a.shared_stride + (16 * i - n);
+    const bool inside = 16 * i < all;
+    RFK_UNROLL(4)
+    for (uint32_t k = 0; k < 4; k++) {
+        x[4 * k] = x[4 * k + 1] = x[4 * k + 2] = x[4 * k + 3] = 0;
+        if (inside) rfk_get4(from, k, 16, x + 4 * k);
+    }
 }
 
 /* The column of `values` values. */
@@ -4977,28 +5275,40 @@ RFK_DEVICE void rfk_mixture_column(rfk_column &c, int4 *memory, uint32_t values)
     c.offset = rfk_format<TYPE>::OFFSET;
 }
 
-/* Quantize them into the column. All lanes of a wave take part. */
-template <int TYPE, int WAVE>
-RFK_DEVICE void rfk_mixture_quantize(const rfk_mixture_args &a, const rfk_mixture_shared &s, const rfk_column &c,
-                                     uint32_t i, uint32_t all, const float *x) {
-    float d;
-    int sum, packed = rfk_quantize_lane<WAVE>(x, &d, &sum), other = rfk_shuffle_xor<WAVE>(sum, 4);
-    if (4 * i >= all) return;
-    if (a.is_down) {
-        const uint32_t k = 4 * i / a.e.n_in;
-        d = rfk_mul(d, s.weight[k < a.e.n_used ? k : a.e.n_used]);
-    }
-    uint32_t piece = i / 4 % 2, fragment = i / 8;
-    if (rfk_mixture_reads<TYPE>::VALUES == 64) {
-        fragment = rfk_chunk_fragment(c, i / 4, &piece);
-        if (i % 4 == 0) rfk_put_scale(c, i / 4, d, sum, sum + other);
-    } else if (i % 8 == 0) c.scale[fragment] = d;
-    reinterpret_cast<int *>(c.piece + piece * c.n_fragments + fragment)[i % 4] = packed;
+/* Quantize the column's chunk i and store it. All lanes of a wave take part. */
+template <int TYPE, int WAVE, bool DOWN>
+RFK_DEVICE void rfk_mixture_fill(const rfk_mixture_args &a, const rfk_column &c, uint32_t i, uint32_t values,
+                                 rfk_int8_chunk &chunk) {
+    typedef rfk_mixture_reads<TYPE> R;
+    uint32_t piece = i % 2, fragment = i / 2;
+    float x[16];
+    rfk_mixture_x<DOWN>(a, i, values, x);
+    rfk_quantize_chunk<WAVE>(x, chunk);
+    if (R::VALUES == 64) fragment = rfk_chunk_fragment(c, i, &piece);
+    const int4 q = R::template order<WAVE>(chunk.q);
+    if (16 * i < values) c.piece[piece * c.n_fragments + fragment] = q;
+}
+
+/* Store its scales. weight: 1, or that of the choice that reads it (down). */
+template <int TYPE>
+RFK_DEVICE void rfk_mixture_set_scale(const rfk_column &c, uint32_t i, const rfk_int8_chunk &chunk, float weight) {
+    const float d = rfk_mul(chunk.d, weight);
+    if (rfk_mixture_reads<TYPE>::VALUES == 64) rfk_put_scale(c, i, d, chunk.sum, chunk.sum + chunk.other);
+    else if (i % 2 == 0) c.scale[i / 2] = d;
+}
+
+/* Copy what a type's loads need of a matrix's description. */
+template <int TYPE> RFK_DEVICE void rfk_copy_weight(rfk_weight &to, const rfk_weight &from) {
+    const uint32_t planes = TYPE == RF_TYPE_Q4_K || TYPE == RF_TYPE_Q5_K ? 1 : TYPE == RF_TYPE_MXFP4 ? 2 : 4;
+    RFK_UNROLL(4)
+    for (uint32_t i = 0; i < planes; i++) to.plane[i] = from.plane[i];
+    if (TYPE >= RFK_OTHER32) to.type = from.type;
 }
 
 /* The choices of the row and their matrices, by one wave. The shared experts' are copied apart: clang would join both
  * copies to one, which reads the kernel's arguments from private memory. */
-template <int WAVE> RFK_DEVICE void rfk_find_choices(const rfk_mixture_args &a, rfk_mixture_shared &s) {
+template <int TYPE, int WAVE, bool DOWN>
+RFK_DEVICE void rfk_find_choices(const rfk_mixture_args &a, rfk_mixture_shared &s) {
     const uint32_t k = threadIdx.x % WAVE, n_used = a.e.n_used;
     if (k == 0 && a.n_shared) {
         s.w[0][n_used] = a.shared[0], s.w[1][n_used] = a.shared[1];
@@ -5006,28 +5316,28 @@ template <int WAVE> RFK_DEVICE void rfk_find_choices(const rfk_mixture_args &a, 
         s.weight[n_used] =
             a.shared_scale * (a.share ? 1.0f / (1.0f + expf(-a.share[(size_t)blockIdx.y * a.share_stride])) : 1.0f);
     }
-    if (a.choose.logits) {
-        rfk_choose<WAVE>(a.choose, blockIdx.y, s.id, s.weight);
-    } else if (k < n_used) {
-        const float *route = a.e.route + (size_t)blockIdx.y * a.e.route_stride;
-        s.id[k] = reinterpret_cast<const uint32_t *>(route)[k];
-        s.weight[k] = route[n_used + k];
-    }
+    rfk_chosen own = {0, 0};
+    if (!DOWN && a.choose.logits) own = rfk_choose<WAVE>(a.choose, blockIdx.y, s.values);
     if (k >= n_used) return;
-    const uint32_t id = s.id[k];
-    s.w[0][k] = a.e.w[id];
-    if (!a.is_down) s.w[1][k] = a.w2[id];
+    if (DOWN || !a.choose.logits) {
+        const float *route = a.e.route + (size_t)blockIdx.y * a.e.route_stride;
+        own.id = reinterpret_cast<const uint32_t *>(route)[k];
+        own.weight = route[n_used + k];
+    }
+    const uint32_t id = own.id;
+    s.id[k] = id;
+    rfk_copy_weight<TYPE>(s.w[0][k], a.e.w[id]);
+    if (!DOWN) rfk_copy_weight<TYPE>(s.w[1][k], a.w2[id]);
     float factor = a.e.factor ? rfk_load_any(a.e.factor, a.e.factor_type, id) : 1.0f;
-    if (a.choose.logits && blockIdx.x == 0) {
+    if (!DOWN && a.choose.logits && blockIdx.x == 0) {
         float *out = a.choose.out + (size_t)blockIdx.y * a.choose.out_stride;
         reinterpret_cast<uint32_t *>(out)[k] = id;
-        out[n_used + k] = s.weight[k];
+        out[n_used + k] = own.weight;
     }
     s.factor[0][k] = s.w[0][k].plane[0] ? factor : NAN;
-    if (a.is_down) {
-        s.weight[k] *= a.scale;
-        s.factor[1][k] = s.weight[k]; /* of the bias */
-        s.weight[k] *= s.factor[0][k];
+    if (DOWN) {
+        s.factor[1][k] = own.weight * a.scale; /* of the bias */
+        s.weight[k] = s.factor[1][k] * s.factor[0][k];
         return;
     }
     factor = a.factor2 ? rfk_load_any(a.factor2, a.factor2_type, id) : 1.0f;
@@ -5035,162 +5345,212 @@ template <int WAVE> RFK_DEVICE void rfk_find_choices(const rfk_mixture_args &a, 
 }
 
 /* What the waves of a block compute: n_items results, `step` from a wave's one to its next. A result is one dot product
- * of n_fragments (down: of all choices' and the shared experts', `all`), or two, `rounds` fragments of a lane each. */
+ * of n_fragments (down: of all choices' and the shared experts', `all`), or two. A lane has `rounds` pairs of fragments
+ * of a result. */
 struct rfk_mixture_shape {
     uint32_t n_items, first, step, n_fragments, all, rounds;
     float inverse; /* 1 / n_fragments */
 };
-/* Where a wave is: the results that are left to it, the dot product, its round, and the matrix (not down) and row. */
+/* Where a wave is: the results that are left to it, the round, and the choice (not down) and row. */
 struct rfk_mixture_cursor {
-    uint32_t left, second, round, k, row;
+    uint32_t left, round, k, row;
 };
-RFK_DEVICE void rfk_mixture_row(const rfk_mixture_args &a, rfk_mixture_cursor &at) {
-    while (!a.is_down && at.k < a.e.n_used && at.row >= a.e.n_out) at.row -= a.e.n_out, at.k++;
+template <bool DOWN> RFK_DEVICE void rfk_mixture_row(const rfk_mixture_args &a, rfk_mixture_cursor &at) {
+    while (!DOWN && at.k < a.e.n_used && at.row >= a.e.n_out) at.row -= a.e.n_out, at.k++;
 }
+template <bool DOWN>
 RFK_DEVICE rfk_mixture_cursor rfk_mixture_begin(const rfk_mixture_args &a, const rfk_mixture_shape &shape) {
-    rfk_mixture_cursor at = {0, 0, 0, 0, shape.first};
+    rfk_mixture_cursor at = {0, 0, 0, shape.first};
     if (shape.first < shape.n_items) at.left = (shape.n_items - shape.first + shape.step - 1) / shape.step;
-    rfk_mixture_row(a, at);
+    rfk_mixture_row<DOWN>(a, at);
     return at;
 }
 /* Returns whether the result is complete. */
+template <bool DOWN>
 RFK_DEVICE bool rfk_mixture_next(const rfk_mixture_args &a, const rfk_mixture_shape &shape, rfk_mixture_cursor &at) {
     if (++at.round < shape.rounds) return false;
     at.round = 0;
-    at.second = !a.is_down && !at.second;
-    if (at.second) return false;
     at.left--;
     at.row += shape.step;
-    rfk_mixture_row(a, at);
+    rfk_mixture_row<DOWN>(a, at);
     return true;
 }
 
-/* Load the lane's fragment of a round. */
-template <int TYPE, int WAVE>
+/* Fragment j of a lane's pair in a round, of `all`. */
+template <int WAVE, bool DOWN> RFK_DEVICE uint32_t rfk_mixture_fragment(uint32_t round, uint32_t j) {
+    return (DOWN ? 2 * round + j : round) * WAVE + threadIdx.x % WAVE;
+}
+
+/* Load the lane's pair of a round. */
+template <int TYPE, int WAVE, bool DOWN>
 RFK_DEVICE void rfk_mixture_fetch(const rfk_mixture_args &a, const rfk_mixture_shared &s,
                                   const rfk_mixture_shape &shape, const rfk_mixture_cursor &at,
-                                  typename rfk_mixture_reads<TYPE>::loaded &raw) {
-    uint32_t i = at.round * WAVE + threadIdx.x % WAVE, k = at.k, n_in = a.e.n_in;
-    if (i >= shape.all) return;
-    if (a.is_down) {
-        k = (uint32_t)(((float)i + 0.5f) * shape.inverse);
-        if (k >= a.e.n_used) k = a.e.n_used, n_in = a.n_shared;
-        i -= k * shape.n_fragments;
+                                  typename rfk_mixture_reads<TYPE>::loaded *raw) {
+    RFK_UNROLL(2)
+    for (uint32_t j = 0; j < 2; j++) {
+        uint32_t i = rfk_mixture_fragment<WAVE, DOWN>(at.round, j), k = at.k, n_in = a.e.n_in;
+        if (i >= shape.all) continue;
+        if (DOWN) {
+            k = (uint32_t)(((float)i + 0.5f) * shape.inverse);
+            if (k >= a.e.n_used) k = a.e.n_used, n_in = a.n_shared;
+            i -= k * shape.n_fragments;
+        }
+        const uint32_t row = at.row + (k == a.e.n_used ? 0 : !DOWN && j ? a.row2 : a.e.row0);
+        const rfk_weight &w = s.w[DOWN ? 0 : j][k];
+        if (w.plane[0]) rfk_mixture_reads<TYPE>::template fetch<WAVE>(w, row, n_in, i, raw[j]);
     }
-    const uint32_t row = at.row + (k == a.e.n_used ? 0 : at.second ? a.row2 : a.e.row0);
-    const rfk_weight &w = s.w[at.second][k];
-    if (w.plane[0]) rfk_mixture_reads<TYPE>::template fetch<WAVE>(w, row, n_in, i, raw);
+}
+
+/* Add the products of the lane's pair to `sum`: of the gate and of what it multiplies, or down's in [0]. */
+template <int TYPE, int WAVE, bool DOWN>
+RFK_DEVICE void rfk_mixture_dot(const typename rfk_mixture_reads<TYPE>::loaded *raw, const rfk_column &c,
+                                uint32_t round, uint32_t all, float *sum) {
+    typedef rfk_mixture_reads<TYPE> R;
+    const uint32_t lane = threadIdx.x % WAVE;
+    typename R::x x;
+    RFK_UNROLL(2)
+    for (uint32_t j = 0; j < 2; j++) {
+        const uint32_t i = rfk_mixture_fragment<WAVE, DOWN>(round, j);
+        if (i >= all) continue;
+        if (DOWN || j == 0) R::load_x(c, i, x);
+        sum[DOWN ? 0 : j] = R::dot(raw[j], x, lane, sum[DOWN ? 0 : j]);
+    }
+}
+
+/* What a result needs beside its sums, loaded while they are made: the biases, those of down weighted and added up, and
+ * what down adds to. A lane each. */
+template <bool DOWN>
+RFK_DEVICE void rfk_mixture_before(const rfk_mixture_args &a, const rfk_mixture_shared &s, uint32_t item,
+                                   float *before) {
+    const uint32_t n_used = a.e.n_used;
+    before[0] = before[1] = 0;
+    if (DOWN) {
+        for (uint32_t k = 0; a.e.bias && k < n_used; k++)
+            before[0] += s.factor[1][k] * rfk_load_any(a.e.bias, a.e.bias_type, (size_t)s.id[k] * a.e.n_out + item);
+        if (a.accumulate) before[1] = a.e.out[(size_t)blockIdx.y * a.e.out_stride + item];
+        return;
+    }
+    const uint32_t k = item / a.e.n_out;
+    if (k >= n_used) return;
+    const size_t at = (size_t)s.id[k] * a.e.n_out + (item - k * a.e.n_out);
+    if (a.e.bias) before[0] = rfk_load_any(a.e.bias, a.e.bias_type, at);
+    if (a.bias2) before[1] = rfk_load_any(a.bias2, a.bias2_type, at);
 }
 
 /* Store a result: of the gate and of what it multiplies, or of the weighted sum. A lane each. */
-RFK_DEVICE void rfk_mixture_put(const rfk_mixture_args &a, const rfk_mixture_shared &s, uint32_t item, float gate,
-                                float sum) {
-    const uint32_t n_used = a.e.n_used;
-    if (a.is_down) {
-        for (uint32_t k = 0; a.e.bias && k < n_used; k++)
-            sum += s.factor[1][k] * rfk_load_any(a.e.bias, a.e.bias_type, (size_t)s.id[k] * a.e.n_out + item);
-        float *out = a.e.out + (size_t)blockIdx.y * a.e.out_stride + item;
-        *out = a.accumulate ? *out + sum : sum;
+template <bool DOWN>
+RFK_DEVICE void rfk_mixture_put(const rfk_mixture_args &a, const rfk_mixture_shared &s, uint32_t item,
+                                const float *sum, const float *before) {
+    if (DOWN) {
+        a.e.out[(size_t)blockIdx.y * a.e.out_stride + item] = before[1] + (sum[0] + before[0]);
         return;
     }
-    const uint32_t k = item / a.e.n_out < n_used ? item / a.e.n_out : n_used, row = item - k * a.e.n_out;
-    gate *= s.factor[0][k], sum *= s.factor[1][k];
-    if (k < n_used) {
-        const size_t at = (size_t)s.id[k] * a.e.n_out + row;
-        if (a.e.bias) gate += rfk_load_any(a.e.bias, a.e.bias_type, at);
-        if (a.bias2) sum += rfk_load_any(a.bias2, a.bias2_type, at);
-    }
+    const uint32_t n_used = a.e.n_used, k = item / a.e.n_out < n_used ? item / a.e.n_out : n_used;
+    const float gate = sum[0] * s.factor[0][k] + before[0], up = sum[1] * s.factor[1][k] + before[1];
     float *out = k == n_used ? a.shared_out + (size_t)blockIdx.y * a.shared_stride
                              : a.e.out + (size_t)blockIdx.y * a.e.out_stride + (size_t)k * a.e.out_choice;
-    out[row] = a.activation == RF_ACT_OAI ? rfk_activate_oai(gate, sum) : rfk_activate(a.activation, gate) * sum;
+    out[item - k * a.e.n_out] =
+        a.activation == RF_ACT_OAI ? rfk_activate_oai(gate, up) : rfk_activate(a.activation, gate) * up;
 }
 
-/* The wave's results, whose first fragments are on their way. Lane i keeps the sums of the i-th one since results were
+/* The wave's results, whose first pairs are on their way. Lane i keeps the sums of the i-th one since results were
  * stored. */
-template <int TYPE, int WAVE>
+template <int TYPE, int WAVE, bool DOWN>
 RFK_DEVICE void rfk_mixture_items(const rfk_mixture_args &a, const rfk_mixture_shared &s,
                                   const rfk_mixture_shape &shape, const rfk_column &c,
-                                  typename rfk_mixture_reads<TYPE>::loaded *raw, rfk_mixture_cursor ahead) {
+                                  typename rfk_mixture_reads<TYPE>::loaded (*raw)[2], rfk_mixture_cursor at,
+                                  rfk_mixture_cursor ahead) {
     const int IN_FLIGHT = RFK_MIXTURE_IN_FLIGHT(TYPE);
     const uint32_t lane = threadIdx.x % WAVE;
-    rfk_mixture_cursor at = rfk_mixture_begin(a, shape);
-    float gate = 0, sum = 0, kept_gate = 0, kept = 0;
+    float sum[2] = {0, 0}, kept[2] = {0, 0}, before[2];
     uint32_t n_kept = 0, item = shape.first;
+    if (lane < at.left) rfk_mixture_before<DOWN>(a, s, item + lane * shape.step, before);
     while (at.left) {
         RFK_UNROLL(4)
-        for (int j = 0; j < IN_FLIGHT; j++) {
+        for (int u = 0; u < IN_FLIGHT; u++) {
             if (at.left) {
-                const uint32_t i = at.round * WAVE + lane;
-                if (at.second && at.round == 0) gate = sum, sum = 0;
-                if (i < shape.all) sum = rfk_mixture_reads<TYPE>::dot(raw[j], c, i, lane, sum);
+                rfk_mixture_dot<TYPE, WAVE, DOWN>(raw[u], c, at.round, shape.all, sum);
                 if (ahead.left) {
-                    rfk_mixture_fetch<TYPE, WAVE>(a, s, shape, ahead, raw[j]);
-                    (void)rfk_mixture_next(a, shape, ahead);
+                    rfk_mixture_fetch<TYPE, WAVE, DOWN>(a, s, shape, ahead, raw[u]);
+                    (void)rfk_mixture_next<DOWN>(a, shape, ahead);
                 }
-                if (rfk_mixture_next(a, shape, at)) {
-                    if (a.is_down) sum = rfk_wave_sum<WAVE>(sum);
-                    else rfk_wave_sums<WAVE>(&gate, &sum);
-                    if (lane == n_kept) kept_gate = gate, kept = sum;
-                    sum = 0, n_kept++;
+                if (rfk_mixture_next<DOWN>(a, shape, at)) {
+                    if (DOWN) sum[0] = rfk_wave_sum<WAVE>(sum[0]);
+                    else rfk_wave_sums<WAVE>(&sum[0], &sum[1]);
+                    if (lane == n_kept) kept[0] = sum[0], kept[1] = sum[1];
+                    sum[0] = sum[1] = 0, n_kept++;
                 }
             }
         }
         if (at.left && n_kept + IN_FLIGHT <= WAVE) continue;
-        if (lane < n_kept) rfk_mixture_put(a, s, item + lane * shape.step, kept_gate, kept);
+        if (lane < n_kept) rfk_mixture_put<DOWN>(a, s, item + lane * shape.step, kept, before);
         item += n_kept * shape.step;
         n_kept = 0;
+        if (lane < at.left) rfk_mixture_before<DOWN>(a, s, item + lane * shape.step, before);
     }
 }
 
+/* Bring the descriptions of all experts into the L2 cache: which of them are read is known late. */
+RFK_DEVICE void rfk_prefetch_experts(const rfk_weight *w, uint32_t n_experts) {
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
+    if (threadIdx.x * 128 < n_experts * sizeof *w)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(reinterpret_cast<const uint8_t *>(w) + threadIdx.x * 128));
+#else
+    (void)w, (void)n_experts;
+#endif
+}
+
 /* grid [blocks, rows]   block up to RFK_MIXTURE_BLOCK, at least two waves   LDS 1.5 bytes a value of the column
- *   reads W once per row */
-template <int TYPE, int WAVE>
-static __global__ void RFK_RESIDENT(RFK_MIXTURE_BLOCK, 1) rfk_mixture(rfk_mixture_args a) {
+ *   reads W once per row
+ * The first wave finds the choices, the others quantize what they read meanwhile, 16 values a lane. */
+template <int TYPE, int WAVE, bool DOWN>
+static __global__ void RFK_RESIDENT(RFK_MIXTURE_BLOCK(TYPE), 1) rfk_mixture(rfk_mixture_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
     typedef rfk_mixture_reads<TYPE> R;
     const int IN_FLIGHT = RFK_MIXTURE_IN_FLIGHT(TYPE);
-    const uint32_t AT_ONCE = 4; /* loads of a thread that are on their way while the choices are found */
     RFK_SHARED(rfk_mixture_shared, s);
     RFK_DYNAMIC(int4, memory);
     const uint32_t waves = blockDim.x / WAVE, n_used = a.e.n_used, fillers = blockDim.x - WAVE,
-                   thread = threadIdx.x - WAVE, values = a.is_down ? n_used * a.e.n_in + a.n_shared : a.e.n_in;
+                   thread = threadIdx.x - WAVE, values = DOWN ? n_used * a.e.n_in + a.n_shared : a.e.n_in,
+                   chunks = threadIdx.x < WAVE ? 0 : values / 16, /* the first wave fills nothing */
+                   reader = DOWN ? 16 * thread / a.e.n_in : 0;    /* which choice reads the thread's first chunk */
     rfk_mixture_shape shape;
-    shape.n_items = a.is_down ? a.e.n_out : n_used * a.e.n_out + a.n_shared;
+    shape.n_items = DOWN ? a.e.n_out : n_used * a.e.n_out + a.n_shared;
     shape.first = blockIdx.x * waves + threadIdx.x / WAVE;
     shape.step = gridDim.x * waves;
     shape.n_fragments = a.e.n_in / R::VALUES;
     shape.all = values / R::VALUES;
-    shape.rounds = (shape.all + WAVE - 1) / WAVE;
+    shape.rounds = DOWN ? (shape.all + 2 * WAVE - 1) / (2 * WAVE) : (shape.all + WAVE - 1) / WAVE;
     shape.inverse = 1.0f / (float)shape.n_fragments;
     rfk_column c;
     rfk_mixture_column<TYPE, WAVE>(c, memory, values);
+    rfk_prefetch_experts(a.e.w, a.n_experts);
+    if (!DOWN) rfk_prefetch_experts(a.w2, a.n_experts);
+    const rfk_mixture_cursor begin = rfk_mixture_begin<DOWN>(a, shape);
     rfk_wait_previous();
-    float x[AT_ONCE][4];
-    if (threadIdx.x < WAVE) rfk_find_choices<WAVE>(a, s);
-    else {
-        RFK_UNROLL(4)
-        for (uint32_t k = 0; k < AT_ONCE; k++) rfk_mixture_x(a, thread + k * fillers, values, x[k]);
+    rfk_int8_chunk chunk = {};
+    if (threadIdx.x < WAVE) rfk_find_choices<TYPE, WAVE, DOWN>(a, s);
+    for (uint32_t i = thread; !DOWN && i - i % WAVE < chunks; i += fillers) {
+        rfk_mixture_fill<TYPE, WAVE, DOWN>(a, c, i, values, chunk);
+        if (i < chunks) rfk_mixture_set_scale<TYPE>(c, i, chunk, 1.0f);
     }
-    __syncthreads(); /* the choices and their weights */
-    rfk_mixture_cursor ahead = rfk_mixture_begin(a, shape);
-    typename R::loaded raw[IN_FLIGHT];
+    if (DOWN && thread - thread % WAVE < chunks) rfk_mixture_fill<TYPE, WAVE, DOWN>(a, c, thread, values, chunk);
+    __syncthreads(); /* the choices and their weights; gate and up: the column */
+    for (uint32_t i = thread; DOWN && i - i % WAVE < chunks; i += fillers) {
+        const uint32_t k = i == thread ? reader : 16 * i / a.e.n_in;
+        if (i != thread) rfk_mixture_fill<TYPE, WAVE, DOWN>(a, c, i, values, chunk);
+        if (i < chunks) rfk_mixture_set_scale<TYPE>(c, i, chunk, s.weight[k < n_used ? k : n_used]);
+    }
+    rfk_mixture_cursor ahead = begin;
+    typename R::loaded raw[IN_FLIGHT][2];
     RFK_UNROLL(4)
-    for (int j = 0; j < IN_FLIGHT; j++)
+    for (int u = 0; u < IN_FLIGHT; u++)
         if (ahead.left) {
-            rfk_mixture_fetch<TYPE, WAVE>(a, s, shape, ahead, raw[j]);
-            (void)rfk_mixture_next(a, shape, ahead);
+            rfk_mixture_fetch<TYPE, WAVE, DOWN>(a, s, shape, ahead, raw[u]);
+            (void)rfk_mixture_next<DOWN>(a, shape, ahead);
         }
-    if (threadIdx.x >= WAVE) {
-        RFK_UNROLL(4)
-        for (uint32_t k = 0; k < AT_ONCE; k++)
-            rfk_mixture_quantize<TYPE, WAVE>(a, s, c, thread + k * fillers, values, x[k]);
-        for (uint32_t first = AT_ONCE * fillers; first < values / 4; first += fillers) {
-            rfk_mixture_x(a, first + thread, values, x[0]);
-            rfk_mixture_quantize<TYPE, WAVE>(a, s, c, first + thread, values, x[0]);
-        }
-    }
-    __syncthreads();
-    rfk_mixture_items<TYPE, WAVE>(a, s, shape, c, raw, ahead);
+    if (DOWN) __syncthreads();
+    rfk_mixture_items<TYPE, WAVE, DOWN>(a, s, shape, c, raw, begin, ahead);
 }
 
 /* ---- matrix units ----
@@ -6136,9 +6496,11 @@ struct rfk_few_columns {
     float *squares; /* [column][n / 32] of a deferred norm */
 };
 
-/* Quantize columns, as a deferred norm if there is one.   grid [columns, ceil(n / 1024)]   block 256 */
+/* Quantize columns, behind a post-norm and as a deferred norm if there are such.
+ *   grid [columns, ceil(n / 1024)]   block 256 */
 struct rfk_few_quantize_args {
     const float *x;
+    rfk_add_args add;     /* to x; out may be x. Without rows */
     const uint32_t *rows; /* NULL: a column is its row */
     const uint8_t *norm;  /* NULL: none */
     rfk_few_columns to;
@@ -6150,12 +6512,20 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_few_quanti
     const size_t tile = col / RFK_FEW_ROWS;
     const bool inside = i < a.n / 4;
     float x[4], w[4] = {1, 1, 1, 1}, d;
+    RFK_SHARED(rfk_norm_shared, s);
     RFK_UNROLL(4)
     for (uint32_t k = 0; k < 4; k++)
         if (a.norm && inside) w[k] = rfk_load_any(a.norm, a.norm_type, 4 * (size_t)i + k);
     rfk_start_next();
     rfk_wait_previous();
     rfk_get4(a.x + (size_t)(a.rows ? a.rows[col] : col) * a.x_stride, i, a.n, x);
+    if (a.add.y) {
+        const rfk_norm_row y = {a.add.y + (size_t)col * a.add.y_stride, a.n};
+        rfk_norm_part unused;
+        const float scale = rfk_norm_scale<WAVE>(y, a.n, a.add.eps, unused, s);
+        rfk_add(a.add, y.in, i, a.n, scale, x);
+        if (inside) rfk_set4(a.add.out + (size_t)col * a.x_stride, i, a.n, x);
+    }
     if (a.norm) {
         const float squares = rfk_group_squares<WAVE>(x);
         if (inside && i % 8 == 0) a.to.squares[(size_t)col * (a.n / 32) + i / 8] = squares;
@@ -6177,7 +6547,7 @@ struct rfk_few_args {
     const float *from;              /* what it was made from, [row][from_stride] */
     const uint32_t *rows;           /* NULL: a column is its row */
     float *norm_out;                /* [column][norm_stride] the normed x; NULL: no other op reads it */
-    uint32_t n_in, n_cols, norm_type, from_stride, norm_stride, glu;
+    uint32_t n_in, n_cols, norm_type, from_stride, norm_stride, glu, is_gelu;
     uint32_t n_tiles;               /* of 16 rows of all products, or of a GLU's gates */
     float eps;
 };
@@ -6479,7 +6849,7 @@ RFK_DEVICE void rfk_rows_block(const rfk_few_args &a, const rfk_product &p, uint
             const float all = rfk_wave_sums<WAVE>(sum), made = lane < a.n_cols ? rfk_mul(all, factors[lane]) : 0.0f;
             sum[0] = sum[1] = sum[2] = sum[3] = 0;
             if (next_second) gate = made;
-            else if (a.glu && lane < a.n_cols) (void)rfk_put_glu(p, a.part[1], row, lane, gate, made);
+            else if (a.glu && lane < a.n_cols) (void)rfk_put_glu(a, row, lane, gate, made);
             else if (lane < a.n_cols) rfk_put(p, row, lane, made);
         }
         row = next_row, second = next_second, round = next_round;
@@ -6818,7 +7188,7 @@ RFK_DEVICE void rfk_end_direct(const rfk_few_args &a, const rfk_direct_place &pl
     if (c >= COLS || col >= a.n_cols || row >= a.part[place.which].n_out) return;
     if (!a.glu) rfk_put(a.part[place.which], row, col, rfk_direct_result(s, t, of));
     else if (i < 8)
-        (void)rfk_put_glu(a.part[0], a.part[1], row, col, rfk_direct_result(s, t, of), rfk_direct_result(s, t, of + 8));
+        (void)rfk_put_glu(a, row, col, rfk_direct_result(s, t, of), rfk_direct_result(s, t, of + 8));
 }
 
 /* Wait for the waves that share x with this one. */
@@ -7019,7 +7389,7 @@ RFK_DEVICE void rfk_few_block(const rfk_few_args &a, uint32_t which, uint32_t nu
                        c = thread / RFK_FEW_ROWS, col = blockIdx.x * RFK_FEW_ROWS + c;
         if (c >= RFK_FEW_ROWS || col >= a.n_cols || row >= p.n_out) continue;
         const float product = rfk_mul(v, s.factor[c]);
-        if (i) (void)rfk_put_glu(a.part[0], p, row, col, gate, product);
+        if (i) (void)rfk_put_glu(a, row, col, gate, product);
         else if (a.glu) gate = product;
         else rfk_put(p, row, col, product);
     }
@@ -10463,6 +10833,9 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_angles(rfk_angles_args a) {
 }
 
 #define RFK_DECODE_CELLS 64u /* positions of a split, at least */
+#define RFK_DECODE_GROUP 4u  /* queries of a block, at most: larger groups take two, which read the same cells */
+#define RFK_DECODE_NEAR 1024u /* positions: rows of up to so many have RFK_CLUSTER splits at most, where clusters are */
+#define RFK_CLUSTER 8u       /* blocks of a cluster, at most: every GPU that has clusters has room for these */
 
 struct rfk_decode_attention_args {
     const float *q, *k, *v;
@@ -10478,6 +10851,9 @@ struct rfk_decode_attention_args {
     uint32_t norm_type[2], n_heads, n_kv_heads, head_dim, n_rot, neox, n_cells;
     uint32_t q_stride, k_stride, v_stride, out_stride; /* from row to row */
     uint32_t n_shared;                            /* rows that share the grid's splits; 0: each has the same number */
+    uint32_t group, halves, column;               /* queries of a KV head; 1: in two columns; of a column, at most */
+    uint32_t n_near;                              /* rows of up to so many positions have RFK_CLUSTER splits at most */
+    uint32_t is_cluster;                          /* the splits of a row are a cluster */
     uint32_t is_stored;                           /* the step's keys and values are in their cells already */
     uint32_t window, sinks_type;                  /* window 0: all positions */
     float eps[2], scale, softcap, softcap_factor; /* as rfk_softcap_exp2 takes them; softcap 0: none */
@@ -10569,21 +10945,31 @@ template <int PER> struct rfk_decode_raw<rfk_q8, PER> {
 /* PER lanes share a position, eight values each; a block takes SLOTS positions at a time, T times. The T scores of each
  * of G queries are distributed over the PER lanes, KEPT a lane. */
 template <class KV, int G, int PER> struct rfk_decode_shape {
-    /* FEW: few registers are left */
-    static const bool FEW = G > 4 || sizeof(KV) > 2;
-    static const int T = FEW ? 2 : 4, N = G * T, KEPT = N > PER ? N / PER : 1,
-                     COPIES = PER > N ? PER / N : 1, /* lanes with the same score */
+    static const int T = sizeof(KV) > 2 ? 2 : 4,     /* floats take more registers */
+        N = G * T, KEPT = N > PER ? N / PER : 1,
+        COPIES = PER > N ? PER / N : 1,              /* lanes with the same score */
         LANES = PER / G,                             /* lanes of a query */
         SLOTS = RFK_BLOCK / PER;
 };
 
-/* A block's split of a row. Visible positions are divided evenly over the splits, at least RFK_DECODE_CELLS each. */
+/* The queries of a block, of one KV head: its group or half of it. Made anew where it is used: registers are few. */
+struct rfk_decode_heads {
+    uint32_t kv_head, first, n;
+};
+RFK_DEVICE rfk_decode_heads rfk_decode_heads_of(const rfk_decode_attention_args &a) {
+    const uint32_t x = rfk_computed_here(blockIdx.x), kv_head = x >> a.halves, at = (x & a.halves) * a.column,
+                   left = a.group - at;
+    const rfk_decode_heads heads = {kv_head, kv_head * a.group + at, left < a.column ? left : a.column};
+    return heads;
+}
+
+/* A block's split of a row. Visible positions are divided evenly over the splits: see rfk_decode_min. */
 struct rfk_decode_share {
     uint32_t row, split, most; /* splits of the row, at most */
     uint32_t slot;             /* where the parts of the row's splits begin, in splits */
 };
 
-#define RFK_DECODE_JOIN 4096 /* floats: from eight waves, eight heads of 64, four of 128 or two of 256 */
+#define RFK_DECODE_JOIN 4096 /* floats: from eight waves, four heads of 128 or two of 256 */
 #define RFK_DECODE_SPLITS 64u
 template <int G, int PER> struct rfk_decode_shared {
     alignas(16) float x[G + 2][PER * 8];  /* the queries, the new key, the new value */
@@ -10626,12 +11012,13 @@ RFK_DEVICE void rfk_decode_norms(rfk_decode_shared<G, PER> &s, const rfk_decode_
     __syncthreads();
 }
 
-/* To s.x: the KV head's queries, normed, rotated and scaled, and the new key and value if this block owns them, a wave
+/* To s.x: the block's queries, normed, rotated and scaled, and the new key and value if its split owns them, a wave
  * each. Scores are exponents of 2. */
 template <int WAVE, int G, int PER>
 RFK_DEVICE void rfk_decode_queries(rfk_decode_shared<G, PER> &s, const rfk_decode_attention_args &a, uint32_t row,
-                                uint32_t group, bool owns_key, const rfk_decode_pairs<WAVE, PER> &pairs) {
+                                   bool owns_key, const rfk_decode_pairs<WAVE, PER> &pairs) {
     const int N = rfk_decode_pairs<WAVE, PER>::N, WAVES = RFK_BLOCK / WAVE, AT_ONCE = G + 2 > WAVES ? 2 : 1;
+    const rfk_decode_heads heads = rfk_decode_heads_of(a);
     const uint32_t lane = threadIdx.x % WAVE;
     RFK_UNROLL(1)
     for (uint32_t h0 = threadIdx.x / WAVE; h0 < (uint32_t)G + 2; h0 += AT_ONCE * WAVES) {
@@ -10639,11 +11026,11 @@ RFK_DEVICE void rfk_decode_queries(rfk_decode_shared<G, PER> &s, const rfk_decod
         RFK_UNROLL(2)
         for (uint32_t j = 0; j < (uint32_t)AT_ONCE; j++) {
             const uint32_t h = h0 + j * WAVES;
-            const bool wanted = h < G ? h < group : owns_key && h < G + 2;
+            const bool wanted = h < G ? h < heads.n : owns_key && h < G + 2;
             const float *from = h > G    ? a.v + (size_t)row * a.v_stride
                                 : h == G ? a.k + (size_t)row * a.k_stride
                                          : a.q + (size_t)row * a.q_stride;
-            from += (h < G ? (size_t)blockIdx.x * group + h : blockIdx.x) * a.head_dim;
+            from += (h < G ? heads.first + h : heads.kv_head) * a.head_dim;
             RFK_UNROLL(4)
             for (uint32_t k = 0; k < (uint32_t)N; k++) {
                 bool inside = wanted && 2 * (lane + k * WAVE) < a.head_dim;
@@ -10738,7 +11125,7 @@ RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const r
                                   rfk_decode_work<KV, G, PER> &o) {
     typedef rfk_decode_shape<KV, G, PER> S;
     const bool packed = rfk_decode_raw<KV, PER>::PACKED;
-    const uint32_t lane = threadIdx.x % PER, wave_lane = threadIdx.x % WAVE, base = wave_lane - lane;
+    const uint32_t thread = rfk_computed_here(threadIdx.x), lane = thread % PER, base = thread % WAVE - lane;
     float score[S::N], x[8], keys[S::T][8], keep;
     if (in.new_pos >= first && in.new_pos - first < (uint32_t)(S::T * S::SLOTS)) {
         rfk_decode_raw<KV, PER> made;
@@ -10755,7 +11142,6 @@ RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const r
     for (int t = 0; t < S::T; t++) o.k[t].values(keys[t]);
     RFK_UNROLL(8)
     for (int g = 0; g < G; g++) { /* a query is read once for all positions */
-        if (G > 4) rfk_compiler_fence();
         const float4 *q = reinterpret_cast<const float4 *>(&s.x[g][lane * 8]);
         const float4 q0 = q[0], q1 = q[1];
         RFK_UNROLL(4)
@@ -10806,33 +11192,33 @@ RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const r
                                    in.older_end);
 }
 
-/* Where the results of a KV head go, and the parts of its splits. */
+/* Where the results of a block's queries go, and the parts of its splits. is_cluster: `part` is in the shared memory of
+ * the split's block. */
 struct rfk_decode_output {
     float *out, *part;
     rfk_int8_rows x8;
-    uint32_t kv_head, group, n_heads, head_dim;
+    uint32_t first, group, n_heads, head_dim, is_cluster;
 };
-RFK_DEVICE rfk_decode_output rfk_decode_output_of(const rfk_decode_attention_args &a, uint32_t kv_head,
-                                                  uint32_t group, const rfk_decode_share &share) {
-    const rfk_decode_output to = {a.out + (size_t)share.row * a.out_stride,
-                                  a.part + (size_t)(share.slot * a.n_kv_heads + kv_head * share.most) * group *
-                                               (a.head_dim + 4),
-                                  a.x8, kv_head, group, a.n_heads, a.head_dim};
+RFK_DEVICE rfk_decode_output rfk_decode_output_of(const rfk_decode_attention_args &a, const rfk_decode_share &share,
+                                                  float *shared) {
+    const rfk_decode_heads heads = rfk_decode_heads_of(a);
+    const size_t part = (size_t)(share.slot * a.n_heads + heads.first * share.most) * (a.head_dim + 4);
+    const rfk_decode_output to = {a.out + (size_t)share.row * a.out_stride, a.is_cluster ? shared : a.part + part, a.x8,
+                                  heads.first, heads.n, a.n_heads, a.head_dim, a.is_cluster};
     return to;
 }
 
-/* Values 4c .. 4c + 3 of the result of a query of the group, also quantized. All lanes of the wave take part. Called:
- * kernels need it twice. */
+/* Values 4c .. 4c + 3 of the result of a query of the block, also quantized. All lanes of the wave take part. Called:
+ * kernels need it several times. */
 template <int WAVE>
 RFK_CALLED void rfk_decode_out(rfk_decode_output to, uint32_t query, uint32_t c, float4 four, bool inside) {
     const float x[4] = {four.x, four.y, four.z, four.w};
-    const uint32_t i = (to.kv_head * to.group + query) * (to.head_dim / 4) + c;
+    const uint32_t i = (to.first + query) * (to.head_dim / 4) + c;
     if (inside) reinterpret_cast<float4 *>(to.out)[i] = four;
     if (to.x8.q) rfk_quantize4<WAVE>(to.x8, 0, to.n_heads * to.head_dim, i, x, inside);
 }
 
-/* Where split y of the row and KV head leaves its weighted sums, [query][head_dim], and after them each query's maximum
- * and sum of weights. */
+/* Where split y leaves its weighted sums, [query][head_dim], and after them each query's maximum and sum of weights. */
 RFK_DEVICE float *rfk_decode_part(const rfk_decode_output &to, uint32_t y) {
     return to.part + (size_t)y * to.group * (to.head_dim + 4);
 }
@@ -10924,7 +11310,7 @@ RFK_DEVICE void rfk_decode_join(rfk_decode_shared<G, PER> &s, const rfk_decode_o
             const float4 four = {x[0] * inverse, x[1] * inverse, x[2] * inverse, x[3] * inverse};
             rfk_decode_out<WAVE>(out, head, c, four, inside);
         } else if (inside) {
-            float *part = rfk_decode_part(out, y);
+            float *part = rfk_decode_part(out, out.is_cluster ? 0 : y);
             const float4 four = {x[0], x[1], x[2], x[3]};
             *reinterpret_cast<float4 *>(part + head * dim + c * 4) = four;
             if (c == 0) part[group * dim + 2 * head] = top, part[group * dim + 2 * head + 1] = weights;
@@ -10932,22 +11318,31 @@ RFK_DEVICE void rfk_decode_join(rfk_decode_shared<G, PER> &s, const rfk_decode_o
     }
 }
 
-/* Whether this is the last block of the KV head to finish: it sees the parts of the others. */
+/* Whether this is the last split of these queries to finish: it sees the parts of the others. */
 template <int G, int PER>
 RFK_DEVICE bool rfk_decode_last(rfk_decode_shared<G, PER> &s, const rfk_decode_attention_args &a, uint32_t row) {
+    uint32_t *ticket = a.tickets + row * gridDim.x + blockIdx.x;
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
+    __syncthreads(); /* what a thread releases, the block has written */
+    if (threadIdx.x == 0) {
+        uint32_t before;
+        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(ticket) : "memory");
+        s.is_last = before == s.n_splits - 1;
+        if (s.is_last) *ticket = 0;
+    }
+    __syncthreads();
+    return s.is_last;
+#else
     __threadfence(); /* make this block's part visible before its ticket */
     __syncthreads();
     if (threadIdx.x == 0) {
-        uint32_t *ticket = a.tickets + row * a.n_kv_heads + blockIdx.x;
         s.is_last = atomicAdd(ticket, 1u) == s.n_splits - 1;
         if (s.is_last) *ticket = 0;
     }
     __syncthreads();
-    if (!s.is_last) return false;
-#if !defined(RFK_NVIDIA)
-    __threadfence();
+    if (s.is_last) __threadfence();
+    return s.is_last;
 #endif
-    return true;
 }
 
 /* Parts of other blocks: not from L1, which does not see their writes. */
@@ -10957,6 +11352,37 @@ RFK_DEVICE float4 rfk_decode_load_part(const float *p) {
 #else
     return *reinterpret_cast<const float4 *>(p);
 #endif
+}
+
+/* Combine up to RFK_CLUSTER splits, four values of a query a thread: all loads are in flight at once. Called: one copy
+ * for all kernels, whose blocks have up to RFK_BLOCK / row queries of 4 * row values. */
+template <int WAVE> RFK_CALLED void rfk_decode_join_near(rfk_decode_output out, uint32_t n_splits, uint32_t row) {
+    const uint32_t g = threadIdx.x / row, c = threadIdx.x % row;
+    const bool inside = g < out.group && c * 4 < out.head_dim;
+    float x[4] = {0, 0, 0, 0}, largest[RFK_CLUSTER], sum[RFK_CLUSTER], v[RFK_CLUSTER][4], top = -3e38f, all = 0;
+    if (inside) {
+        RFK_UNROLL(8)
+        for (uint32_t k = 0; k < RFK_CLUSTER; k++) {
+            const uint32_t y = k < n_splits ? k : n_splits - 1; /* behind the last: its weight is 0 */
+            const float *part = out.is_cluster ? rfk_of_cluster(out.part, y) : rfk_decode_part(out, y);
+            const float4 four = reinterpret_cast<const float4 *>(part)[g * (out.head_dim / 4) + c];
+            const float2 two = reinterpret_cast<const float2 *>(part)[out.group * (out.head_dim / 2) + g];
+            largest[k] = two.x, sum[k] = two.y;
+            v[k][0] = four.x, v[k][1] = four.y, v[k][2] = four.z, v[k][3] = four.w;
+        }
+        RFK_UNROLL(8)
+        for (uint32_t k = 0; k < RFK_CLUSTER; k++) top = fmaxf(top, largest[k]);
+        RFK_UNROLL(8)
+        for (uint32_t k = 0; k < RFK_CLUSTER; k++) {
+            const float weight = k < n_splits ? exp2f(largest[k] - top) : 0.0f;
+            all += weight * sum[k];
+            for (int e = 0; e < 4; e++) x[e] += weight * v[k][e];
+        }
+        all = 1.0f / all;
+    }
+    if (out.is_cluster) rfk_arrive_at_cluster(); /* the others' shared memory is read */
+    const float4 four = {x[0] * all, x[1] * all, x[2] * all, x[3] * all};
+    rfk_decode_out<WAVE>(out, g, c, four, inside);
 }
 
 /* Weights of the splits, a wave for each query, to join: [query][RFK_DECODE_SPLITS]. */
@@ -10986,53 +11412,49 @@ template <int WAVE> RFK_DEVICE void rfk_decode_weights(float *join, const rfk_de
     }
 }
 
-/* Combine the splits of a KV head. Sets of threads take parts in turn. Called: one copy for all kernels, whose groups
- * have up to G queries of 4 * row values. */
+/* Combine more splits. Sets of threads take parts in turn. Called: one copy for all kernels, whose blocks have up to G
+ * queries of 4 * row values. */
 template <int WAVE>
 RFK_CALLED void rfk_decode_join_splits(float *join, rfk_decode_output out, uint32_t n_splits, uint32_t G,
                                        uint32_t row) {
-    const uint32_t all = G * row, columns = all < RFK_BLOCK ? all : RFK_BLOCK, sets = RFK_BLOCK / columns,
-                   AT_ONCE = 16, /* parts in flight a thread */
-        set = threadIdx.x / columns, stride = out.group * (out.head_dim + 4);
+    const uint32_t columns = G * row, sets = RFK_BLOCK / columns, AT_ONCE = 16, /* parts in flight a thread */
+        set = threadIdx.x / columns, stride = out.group * (out.head_dim + 4), i = threadIdx.x % columns, g = i / row,
+                   c = i % row;
     float *sums = join + G * RFK_DECODE_SPLITS;
+    const bool inside = g < out.group && c * 4 < out.head_dim;
+    const float *part = rfk_decode_part(out, 0) + (inside ? g * out.head_dim + c * 4 : 0);
+    float x[4] = {0, 0, 0, 0};
     RFK_UNROLL(1)
-    for (uint32_t first = 0; first < all; first += columns) {
-        const uint32_t i = first + threadIdx.x % columns, g = i / row, c = i % row;
-        const bool inside = g < out.group && c * 4 < out.head_dim;
-        const float *part = rfk_decode_part(out, 0) + (inside ? g * out.head_dim + c * 4 : 0);
-        float x[4] = {0, 0, 0, 0};
-        RFK_UNROLL(1)
-        for (uint32_t y0 = 0; y0 < n_splits; y0 += sets * AT_ONCE) {
-            float v[AT_ONCE][4];
-            RFK_UNROLL(16)
-            for (uint32_t k = 0; k < AT_ONCE; k++) {
-                const uint32_t y = y0 + set + k * sets, last = n_splits - 1; /* behind the last: its weight is 0 */
-                const float4 four = rfk_decode_load_part(part + (y < last ? y : last) * stride);
-                v[k][0] = four.x, v[k][1] = four.y, v[k][2] = four.z, v[k][3] = four.w;
-            }
-            if (first == 0 && y0 == 0) {
-                rfk_decode_weights<WAVE>(join, out, n_splits);
-                __syncthreads();
-            }
-            RFK_UNROLL(16)
-            for (uint32_t k = 0; k < AT_ONCE; k++) {
-                const uint32_t y = y0 + set + k * sets;
-                const float weight = inside && y < n_splits ? join[g * RFK_DECODE_SPLITS + y] : 0.0f;
-                for (int e = 0; e < 4; e++) x[e] += weight * v[k][e];
-            }
+    for (uint32_t y0 = 0; y0 < n_splits; y0 += sets * AT_ONCE) {
+        float v[AT_ONCE][4];
+        RFK_UNROLL(16)
+        for (uint32_t k = 0; k < AT_ONCE; k++) {
+            const uint32_t y = y0 + set + k * sets, last = n_splits - 1; /* behind the last: its weight is 0 */
+            const float4 four = rfk_decode_load_part(part + (y < last ? y : last) * stride);
+            v[k][0] = four.x, v[k][1] = four.y, v[k][2] = four.z, v[k][3] = four.w;
         }
-        if (sets > 1) {
-            const float4 four = {x[0], x[1], x[2], x[3]};
-            reinterpret_cast<float4 *>(sums)[threadIdx.x] = four;
+        if (y0 == 0) {
+            rfk_decode_weights<WAVE>(join, out, n_splits);
             __syncthreads();
-            for (uint32_t k = 1; k < sets && set == 0; k++) {
-                const float4 more = reinterpret_cast<const float4 *>(sums)[k * columns + threadIdx.x];
-                x[0] += more.x, x[1] += more.y, x[2] += more.z, x[3] += more.w;
-            }
         }
-        const float4 four = {x[0], x[1], x[2], x[3]};
-        rfk_decode_out<WAVE>(out, g, c, four, inside && set == 0);
+        RFK_UNROLL(16)
+        for (uint32_t k = 0; k < AT_ONCE; k++) {
+            const uint32_t y = y0 + set + k * sets;
+            const float weight = inside && y < n_splits ? join[g * RFK_DECODE_SPLITS + y] : 0.0f;
+            for (int e = 0; e < 4; e++) x[e] += weight * v[k][e];
+        }
     }
+    if (sets > 1) {
+        const float4 four = {x[0], x[1], x[2], x[3]};
+        reinterpret_cast<float4 *>(sums)[threadIdx.x] = four;
+        __syncthreads();
+        for (uint32_t k = 1; k < sets && set == 0; k++) {
+            const float4 more = reinterpret_cast<const float4 *>(sums)[k * columns + threadIdx.x];
+            x[0] += more.x, x[1] += more.y, x[2] += more.z, x[3] += more.w;
+        }
+    }
+    const float4 four = {x[0], x[1], x[2], x[3]};
+    rfk_decode_out<WAVE>(out, g, c, four, inside && set == 0);
 }
 
 /* Store the new key and value in their cell; k and v begin at the head's first cell. */
@@ -11081,7 +11503,8 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_decode_keys(rfk_decode_attenti
     rfk_decode_norms<1, PER>(s, a);
     rfk_start_next();
     rfk_wait_previous();
-    rfk_decode_queries<WAVE, 1, PER>(s, a, blockIdx.z, 0, true, pairs);
+    a.halves = a.group = a.column = 0; /* no queries: grid column x is KV head x */
+    rfk_decode_queries<WAVE, 1, PER>(s, a, blockIdx.z, true, pairs);
     __syncthreads();
     const size_t head = rfk_decode_raw<KV, PER>::row(1, a.head_dim) *
                         ((size_t)row.seq * a.n_kv_heads + blockIdx.x) * a.n_cells;
@@ -11095,10 +11518,18 @@ RFK_DEVICE uint32_t rfk_decode_cut(uint32_t n, uint32_t most, uint32_t min) {
     return cells < min ? min : (cells + 31) / 32 * 32;
 }
 
+/* The same, at least, of a row with n visible positions. pass: those that a block takes at a time. Clusters join their
+ * splits fast: rows of few positions take smaller splits, and larger ones later, to stay in a cluster. */
+RFK_DEVICE uint32_t rfk_decode_min(uint32_t n, uint32_t pass, uint32_t n_near) {
+    const uint32_t far = pass > RFK_DECODE_CELLS ? pass : RFK_DECODE_CELLS,
+                   near = (n + RFK_CLUSTER - 1) / RFK_CLUSTER, cells = near < pass ? pass : (near + 31) / 32 * 32;
+    return n <= n_near ? cells : far;
+}
+
 /* Rows that share a grid, so that long sequences get more of its blocks than short ones. */
 struct rfk_decode_rows {
     const rf_step_row *rows;
-    uint32_t n_rows, window, min; /* min: positions of a split, at least */
+    uint32_t n_rows, window, pass, n_near;
 };
 RFK_DEVICE uint32_t rfk_decode_visible(const rfk_decode_rows &of, uint32_t row) {
     const uint32_t n = (uint32_t)of.rows[row].pos + 1;
@@ -11106,7 +11537,8 @@ RFK_DEVICE uint32_t rfk_decode_visible(const rfk_decode_rows &of, uint32_t row) 
 }
 /* A row's splits, of up to about `room` positions. */
 RFK_DEVICE uint32_t rfk_decode_splits_of(const rfk_decode_rows &of, uint32_t row, uint32_t room) {
-    const uint32_t n = rfk_decode_visible(of, row), cells = rfk_decode_cut(n, (n + room - 1) / room, of.min);
+    const uint32_t n = rfk_decode_visible(of, row),
+                   cells = rfk_decode_cut(n, (n + room - 1) / room, rfk_decode_min(n, of.pass, of.n_near));
     return (n + cells - 1) / cells;
 }
 
@@ -11148,42 +11580,37 @@ RFK_DEVICE rfk_decode_share rfk_decode_share_of(const rfk_decode_share &found, u
     return o;
 }
 
-/* grid [n_kv_heads, splits, rows], or [n_kv_heads, splits of all rows]   block 256   LDS up to 27 KiB
- * Reads each key and value once for the whole group. Blocks without positions return. */
+/* grid [columns, splits, rows], or [columns, splits of all rows]   columns: KV heads, or halves of their groups
+ * block 256   LDS up to 27 KiB   cluster [1, up to RFK_CLUSTER, 1]
+ * Reads each key and value once for all queries of a column. Blocks without positions return. */
 template <int WAVE, class KV, int G, int PER>
-static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_decode_attention(rfk_decode_attention_args a) {
+static __global__ void RFK_RESIDENT(RFK_BLOCK, 2) rfk_decode_attention(rfk_decode_attention_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
     typedef rfk_decode_shape<KV, G, PER> S;
     typedef rfk_decode_shared<G, PER> shared;
     RFK_SHARED(shared, s);
-    const uint32_t kv_head = blockIdx.x, pass = S::T * S::SLOTS,
-                   min = pass > RFK_DECODE_CELLS ? pass : RFK_DECODE_CELLS;
+    const uint32_t pass = S::T * S::SLOTS;
     /* written before the previous kernel began: the step's rows, angles, keys and values of older positions */
     rfk_decode_share share = rfk_decode_share_of(s.share, 0);
     if (a.n_shared) {
-        const rfk_decode_rows of = {a.rows, a.n_shared, a.window, min};
+        const rfk_decode_rows of = {a.rows, a.n_shared, a.window, pass, a.n_near};
         if (threadIdx.x < WAVE) rfk_decode_find_share<WAVE>(&s.share, of);
         __syncthreads();
         share = rfk_decode_share_of(s.share, a.n_shared);
     }
     const rf_step_row row = a.rows[share.row];
-    const uint32_t group = a.n_heads / a.n_kv_heads;
     uint32_t n = (uint32_t)row.pos + 1, seen = 0; /* visible positions, and the cell of the first */
     if (a.window && n > a.window) seen = (n - a.window) % a.n_cells, n = a.window;
-    const uint32_t cells = rfk_decode_cut(n, share.most, min), n_splits = (n + cells - 1) / cells,
-                   begin = seen + share.split * cells;
-    if (share.split >= n_splits) {
-        rfk_wait_previous();
-        return;
-    }
+    const uint32_t cells = rfk_decode_cut(n, share.most, rfk_decode_min(n, pass, a.n_near)),
+                   n_splits = (n + cells - 1) / cells, begin = seen + share.split * cells;
+    if (share.split >= n_splits) return; /* a kernel ends when others, that wait for the previous one, have ended */
     const uint32_t all = seen + n, end = begin + cells < all ? begin + cells : all, lane = threadIdx.x % PER,
                    slot = threadIdx.x / PER;
     const bool owns_key = end == all && !a.is_stored, inside = lane * 8 < a.head_dim;
-    const size_t head =
-        rfk_decode_raw<KV, PER>::row(1, a.head_dim) * ((size_t)row.seq * a.n_kv_heads + kv_head) * a.n_cells;
+    const size_t head = rfk_decode_raw<KV, PER>::row(1, a.head_dim) *
+                        ((size_t)row.seq * a.n_kv_heads + (blockIdx.x >> a.halves)) * a.n_cells;
     const rfk_decode_cells<KV> in = {(const KV *)a.k_state + head + lane * 8, (const KV *)a.v_state + head + lane * 8,
-                                     end,
-                                  !inside ? 0 : owns_key ? all - 1 : end, owns_key ? all - 1 : RF_NONE};
+                                     end, !inside ? 0 : owns_key ? all - 1 : end, owns_key ? all - 1 : RF_NONE};
     rfk_decode_work<KV, G, PER> work;
     rfk_decode_pairs<WAVE, PER> pairs;
     if (a.is_stored) rfk_wait_previous();
@@ -11194,27 +11621,38 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, (G > 4 ? 1 : 2)) rfk_decode_atten
     work.sum = 0;
     for (int g = 0; g < G; g++)
         for (int e = 0; e < 8; e++) work.acc[g][e] = 0;
-    if (a.sinks && share.split == 0 && slot == 0 && lane / S::LANES < group) {
-        const uint32_t h = kv_head * group + lane / S::LANES;
-        work.largest = rfk_load_any(a.sinks, a.sinks_type, h) * RFK_LOG2_E;
-        work.sum = lane % S::LANES == 0 ? 1.0f : 0.0f;
+    if (a.sinks && share.split == 0 && slot == 0) {
+        const rfk_decode_heads heads = rfk_decode_heads_of(a);
+        if (lane / S::LANES < heads.n) {
+            work.largest = rfk_load_any(a.sinks, a.sinks_type, heads.first + lane / S::LANES) * RFK_LOG2_E;
+            work.sum = lane % S::LANES == 0 ? 1.0f : 0.0f;
+        }
     }
     if (threadIdx.x == 0) s.n_splits = n_splits;
     rfk_decode_norms<G, PER>(s, a);
     if (!a.is_stored) rfk_wait_previous();
-    rfk_decode_queries<WAVE, G, PER>(s, a, share.row, group, owns_key, pairs);
+    rfk_decode_queries<WAVE, G, PER>(s, a, share.row, owns_key, pairs);
     __syncthreads();
-    if (owns_key)
+    if (owns_key) /* all columns of a KV head store the same */
         rfk_decode_store<WAVE>(s, (KV *)a.k_state + head, (KV *)a.v_state + head,
                                (uint32_t)row.pos % a.n_cells, a.head_dim);
     RFK_UNROLL(1)
     for (uint32_t first = begin; first < end; first += pass)
         rfk_decode_positions<WAVE, KV, G, PER>(s, a, in, first + slot, work);
     const rfk_decode_share done = rfk_decode_share_of(s.share, a.n_shared); /* once more: registers are few */
-    const rfk_decode_output out = rfk_decode_output_of(a, kv_head, group, done);
+    const rfk_decode_output out = rfk_decode_output_of(a, done, s.x[0]);
     rfk_decode_join<WAVE, KV, G, PER>(s, out, done.split, work);
-    if (s.n_splits > 1 && rfk_decode_last<G, PER>(s, a, done.row))
-        rfk_decode_join_splits<WAVE>(s.join, out, s.n_splits, G, PER * 2);
+    if (s.n_splits == 1) return;
+    if (out.is_cluster) {
+        rfk_arrive_at_cluster();
+        rfk_wait_for_cluster();
+        if (done.split == 0) rfk_decode_join_near<WAVE>(out, s.n_splits, PER * 2);
+        else rfk_arrive_at_cluster();
+        rfk_wait_for_cluster(); /* shared memory that is read stays */
+    } else if (rfk_decode_last<G, PER>(s, a, done.row)) {
+        if (s.n_splits <= RFK_CLUSTER) rfk_decode_join_near<WAVE>(out, s.n_splits, PER * 2);
+        else rfk_decode_join_splits<WAVE>(s.join, out, s.n_splits, G, PER * 2);
+    }
 }
 
 /* ==== 6 Device ========================================================================================== >>device
@@ -11253,6 +11691,7 @@ struct rf_dev {
     int lost;             /* atomic */
     int graphs;           /* atomic: rfk_graphs */
     int early;            /* programmatic dependent launch works: see rfk_config */
+    int clusters;         /* so do clusters */
     uint32_t wrong_units; /* RFK_WRONG_...: what the matrix units got wrong when the device was opened */
     int has_units;
     int units_f16, units_bf16; /* matrix units multiply prompts with such weights */
@@ -12170,7 +12609,7 @@ static rf_result rfk_run_probe(rf_dev *d, rf_error *err) {
                       "hipLaunchKernel", "a check of the matrix units", 0);
     const bool wgmma = RFK_MAY_WGMMA(d->index, d->info.arch);
     if (r == RF_OK && wgmma) {
-        const rfk_config c = {dim3(1), dim3(RFK_WARPGROUP), RFK_WGMMA_CHECK_BYTES, 0, q->stream};
+        const rfk_config c = {dim3(1), dim3(RFK_WARPGROUP), RFK_WGMMA_CHECK_BYTES, 0, q->stream, 0};
         r = rfk_check(d, err, rfk_launch_config(rfk_check_wgmma, c, ((rfk_probe_results *)mem.base)->wgmma),
                       "hipLaunchKernel", "a check of the matrix units", 0);
     }
@@ -12273,12 +12712,15 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
     if (r == RF_OK) r = rfk_run_probe(d, err);
 #if defined(RFK_NVIDIA)
     cudaFuncAttributes kernel;
+    int value = 0;
     memset(&kernel, 0, sizeof kernel);
     if (r == RF_OK) { /* griddepcontrol is in code for sm_90 and later; long columns need more than 48 KiB of LDS */
         rfk_scope scope(d->index); /* attributes belong to the current device */
         const void *rows[3] = {(const void *)rfk_fused_matvec<32, 1, false>,
                                (const void *)rfk_fused_matvec<32, 1, true>, (const void *)rfk_pairs_matvec};
         d->early = cudaFuncGetAttributes(&kernel, rows[0]) == cudaSuccess && kernel.ptxVersion >= 90;
+        d->clusters = d->early && cudaDeviceGetAttribute(&value, cudaDevAttrClusterLaunch, d->index) == cudaSuccess &&
+                      value;
         for (int i = 0; i < 3; i++)
             (void)cudaFuncSetAttribute(rows[i], cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        RFK_MAX_COLUMN / 64 * 96 + RFK_MAX_GRID);
@@ -12567,6 +13009,8 @@ struct rfk_fused {
     uint32_t norm, gather, products, n_products, glu, is_int8; /* matvec; is_int8: the input is in x8 */
     uint32_t to_norm;                                          /* matvec: norm of the next launch, of its output */
     uint32_t norm_is_deferred;                                           /* the input may be a deferred norm */
+    uint32_t add;      /* matvec: post-norm that the launch before is, of what this one reads; RF_NONE: none */
+    uint32_t add_next; /* launch of what reads the sum next, if that is a post-norm of the same buffer */
     uint32_t norms[2], ropes, store, attention, angles;        /* attention; angles: which RoPE table */
     uint32_t to_int8;                                          /* the output of attention or GLU also goes to x8 */
     uint32_t choice;           /* UP: its route, made in its blocks if that is an op of the same call */
@@ -12576,6 +13020,7 @@ struct rfk_fused {
 #define RFK_MAX_GRAPHS 16u
 #define RFK_GRAPH_NODES 140u /* kernels of a graph where graphs are checked: larger ones are known to fail */
 #define RFK_GRAPH_CHECKS 2u  /* steps whose replay is compared with launches */
+#define RFK_NEAR_STEPS 16u   /* one after the other: then a graph for fewer positions is worth its capture */
 
 /* The timing of launch configs by decode steps. */
 struct rfk_tuning {
@@ -12633,6 +13078,8 @@ struct rf_prepared {
     float *deferred_squares;
     uint32_t deferred_for;   /* the launch that will find it there */
     uint32_t fused_begin, fused_end; /* launches of this call: weights of others may not be loaded */
+    float *residual; /* a step of one row: where a launch with a post-norm leaves the sum, and the next takes it from */
+    uint32_t moved;  /* the buffer whose values are there; RF_NONE: none */
     const rf_op *ropes[RFK_ROPES]; /* RoPE tables of fused attention */
     uint32_t n_ropes;
     float *angles, *decode_part, *kept_logits;
@@ -12643,6 +13090,7 @@ struct rf_prepared {
     float **parts;       /* [2][n - 1] of even and odd turns: where the other members have this one's without flags */
     hipGraphExec_t graph[RFK_MAX_GRAPHS];
     uint32_t n_graphs, graphs_checked, graph_config;
+    uint32_t graph_positions, n_near; /* for rows of so many, at most; steps in a row that a graph for fewer could do */
     int capturing, no_graphs;
     rfk_tuning tuning;
     uint32_t n_launched; /* kernels by rfk_enqueue, captured ones included */
@@ -13044,6 +13492,7 @@ static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
     rfk_take_bytes(&at, &p->deferred.q, widest);
     rfk_take_bytes(&at, &p->deferred.group, widest / 32 * sizeof *p->deferred.group);
     rfk_take_bytes(&at, &p->deferred_squares, widest / 32 * sizeof *p->deferred_squares);
+    rfk_take_bytes(&at, &p->residual, widest * sizeof *p->residual);
     if (n_kept == 0) p->kept_logits = NULL;
     p->n_tickets = (uint32_t)(attend * heads);
     return at - (uintptr_t)memory + 256;
@@ -13155,11 +13604,17 @@ static int rfk_is_plain_matmul(const rf_op *op) {
     return op->flags == 0 && op->factor == RF_NONE && op->matmul.scale == 0 && op->matmul.softcap == 0;
 }
 
-/* Whether g is silu(a) * b of the results of two products with weights of one type. */
-static int rfk_is_plain_glu(const rf_plan *plan, const rf_op *g, const rf_op *a, const rf_op *b) {
+/* Whether g is the activation, alone, of n results in a's buffer times those in b's. */
+static int rfk_is_glu_of(const rf_op *g, const rf_op *a, const rf_op *b, uint32_t n) {
     return g->kind == RF_OP_GLU && g->in == a->out && g->in2 == b->out && g->out == a->out && g->rows == a->rows &&
-           g->glu.n == a->matmul.n_out && g->glu.n == b->matmul.n_out && g->glu.in2_at == 0 &&
-           g->glu.activation == RF_ACT_SILU && g->factor == RF_NONE && rfk_is_plain_matmul(a) &&
+           g->glu.n == n && g->glu.in2_at == 0 && g->glu.repeat <= 1 && g->flags == 0 && g->factor == RF_NONE &&
+           a->out != b->out;
+}
+
+/* Whether g is silu(a) * b or gelu(a) * b of the results of two products with weights of one type. */
+static int rfk_is_plain_glu(const rf_plan *plan, const rf_op *g, const rf_op *a, const rf_op *b) {
+    return rfk_is_glu_of(g, a, b, a->matmul.n_out) && b->matmul.n_out == a->matmul.n_out &&
+           (g->glu.activation == RF_ACT_SILU || g->glu.activation == RF_ACT_GELU) && rfk_is_plain_matmul(a) &&
            rfk_is_plain_matmul(b) && plan->weights[a->weight].type == plan->weights[b->weight].type;
 }
 
@@ -13170,7 +13625,7 @@ static rfk_fused rfk_match_fused_matvec(const rf_prepared *p, uint32_t i, uint32
     const rf_op *ops = plan->ops;
     rfk_fused f, none;
     memset(&none, 0, sizeof none);
-    none.norm = none.gather = none.glu = none.to_norm = RF_NONE;
+    none.norm = none.gather = none.glu = none.to_norm = none.add = none.add_next = RF_NONE;
     f = none;
     f.kind = RFK_FUSED_MATVEC;
     f.first = i;
@@ -13259,7 +13714,7 @@ static rfk_fused rfk_no_launch(uint32_t kind, uint32_t first) {
     memset(&f, 0, sizeof f);
     f.kind = kind;
     f.first = first;
-    f.norm = f.gather = f.glu = f.to_norm = f.norms[0] = f.norms[1] = RF_NONE;
+    f.norm = f.gather = f.glu = f.to_norm = f.add = f.add_next = f.norms[0] = f.norms[1] = RF_NONE;
     f.choice = f.shared[0] = f.shared[1] = f.share = RF_NONE;
     return f;
 }
@@ -13288,15 +13743,11 @@ static rfk_fused rfk_match_norm_dots(const rf_prepared *p, uint32_t i, uint32_t 
     return f.n_products ? f : none;
 }
 
-static int rfk_is_mixture_activation(uint32_t activation) {
-    return activation == RF_ACT_SILU || activation == RF_ACT_GELU || activation == RF_ACT_OAI;
-}
-
-/* Whether g is the activation, alone, of n results in a's buffer times those in b's. */
-static int rfk_is_glu_of(const rf_op *g, const rf_op *a, const rf_op *b, uint32_t n) {
-    return g->kind == RF_OP_GLU && g->in == a->out && g->in2 == b->out && g->out == a->out && g->rows == a->rows &&
-           g->glu.n == n && g->glu.in2_at == 0 && g->glu.repeat <= 1 && g->flags == 0 && g->factor == RF_NONE &&
-           a->out != b->out && rfk_is_mixture_activation(g->glu.activation);
+/* Whether g is such a GLU that the mixtures' kernels have. */
+static int rfk_is_mixture_glu(const rf_op *g, const rf_op *a, const rf_op *b, uint32_t n) {
+    const uint32_t activation = g->glu.activation;
+    return rfk_is_glu_of(g, a, b, n) &&
+           (activation == RF_ACT_SILU || activation == RF_ACT_GELU || activation == RF_ACT_OAI);
 }
 
 /* The type that the mixtures' kernels are chosen by, and the values of their fragments. */
@@ -13322,7 +13773,7 @@ static uint32_t rfk_match_shared(const rf_plan *plan, uint32_t i, uint32_t end, 
     int ok = a[0].in == e->in && a[1].in == e->in && a->out != e->out && a->out != e->in2 && a->out != mix->out &&
              a->rows == e->rows && a[1].matmul.n_out == n &&
              n % rfk_mixture_values(rfk_mixture_type(plan, &ops[down->first])) == 0 &&
-             a->matmul.n_in == e->experts.n_in && rfk_is_glu_of(&a[2], &a[0], &a[1], n) &&
+             a->matmul.n_in == e->experts.n_in && rfk_is_mixture_glu(&a[2], &a[0], &a[1], n) &&
              a[2].glu.activation == ops[up->glu].glu.activation && d->in == a[2].out && d->matmul.n_in == n &&
              d->matmul.n_out == mix->mix.n && !(d->flags & ~RF_OP_ACCUMULATE) && d->matmul.softcap == 0;
     for (uint32_t k = 0; k < 4 && ok; k += k == 1 ? 2 : 1)
@@ -13370,7 +13821,7 @@ static int rfk_match_mixture(const rf_prepared *p, uint32_t i, uint32_t end, rfk
              rfk_mixture_type(plan, &e[1]) == type && !rfk_is_float_type(type) && e->in != e->out &&
              e->in != e[1].out && e->experts.n_in % rfk_mixture_values(type) == 0 &&
              n % rfk_mixture_values(rfk_mixture_type(plan, d)) == 0 &&
-             n_used < RFK_MIXTURE_CHOICES && rfk_is_glu_of(&e[2], &e[0], &e[1], n_used * n) &&
+             n_used < RFK_MIXTURE_CHOICES && rfk_is_mixture_glu(&e[2], &e[0], &e[1], n_used * n) &&
              d->flags == RF_OP_PER_CHOICE && d->in == e->out && d->in2 == e->in2 && d->experts.n_in == n &&
              !rfk_is_float_type(rfk_mixture_type(plan, d)) && mix->in == d->out && mix->in2 == e->in2 &&
              mix->mix.n == d->experts.n_out && mix->mix.n_used == n_used && !(mix->flags & RF_OP_SIGMOID) &&
@@ -13461,6 +13912,44 @@ static void rfk_defer_norms(rf_prepared *p) {
     }
 }
 
+/* Whether op is a post-norm of tokens: out += in / rms(in) * weight, as rfk_norm_wide does it. */
+static int rfk_is_post_norm(const rf_plan *plan, const rf_op *op) {
+    return op->kind == RF_OP_RMS_NORM && op->flags == RF_OP_ACCUMULATE && op->weight != RF_NONE &&
+           op->bias == RF_NONE && op->norm.n_groups == 1 && op->rows == RF_ROWS_TOKENS && op->in != op->out &&
+           plan->weights[op->weight].type == RF_TYPE_F32 &&
+           (op->norm.n | plan->buffers[op->in].width | plan->buffers[op->out].width) % 4 == 0;
+}
+
+/* The launch of op i, from launch k on, if that is a launch of its own; RF_NONE: it is not. */
+static uint32_t rfk_own_launch(const rf_prepared *p, uint32_t i, uint32_t k) {
+    while (k < p->n_fused && p->fused[k].first < i) k++;
+    const rfk_fused *f = &p->fused[k];
+    return k < p->n_fused && f->kind == RFK_FUSED_OP && f->first == i && f->n_ops == 1 ? k : RF_NONE;
+}
+
+/* Let fused matvecs take the post-norm before them, if they read its sum. */
+static void rfk_take_post_norms(rf_prepared *p) {
+    const rf_plan *plan = p->plan;
+    const rf_op *ops = plan->ops;
+    for (uint32_t k = 1; k < p->n_fused; k++) {
+        rfk_fused *f = &p->fused[k];
+        const uint32_t i = f->first - 1, end = f->first + f->n_ops;
+        const rf_op *add = &ops[i];
+        if (f->kind != RFK_FUSED_MATVEC || f->gather != RF_NONE || rfk_own_launch(p, i, k - 1) == RF_NONE ||
+            !rfk_is_post_norm(plan, add) || ops[f->first].in != add->out || ops[f->products].matmul.n_in != add->norm.n)
+            continue;
+        uint32_t next = f->first; /* the op that touches the sum next */
+        int ok = 1;
+        for (; next < end; next++) ok = ok && ops[next].out != add->in && ops[next].out != add->out;
+        while (next < plan->n_ops && ops[next].in != add->out && ops[next].in2 != add->out &&
+               ops[next].in3 != add->out && ops[next].out != add->out)
+            next++;
+        if (ok) f->add = i;
+        if (ok && next < plan->n_ops && rfk_is_post_norm(plan, &ops[next]) && ops[next].in != add->out)
+            f->add_next = rfk_own_launch(p, next, k);
+    }
+}
+
 /* Whether rfk_few_direct makes `count` products of ops from i on. A GLU's two have one type. */
 static bool rfk_takes_direct(const rf_prepared *p, uint32_t i, uint32_t count) {
     bool takes = false;
@@ -13487,16 +13976,20 @@ static void rfk_find_direct_plan(rf_prepared *p) {
     }
 }
 
+/* Columns of the fused attention's grid: KV heads, or halves of their groups of queries. */
+static uint32_t rfk_decode_columns(const rf_attention_params *a) {
+    return a->n_kv_heads * rfk_ceil_div(a->n_heads / a->n_kv_heads, RFK_DECODE_GROUP);
+}
+
 /* Splits of a decode step's attention: as many blocks a compute unit as fit at once. */
 static void rfk_choose_decode_splits(rf_prepared *p) {
-    uint32_t kv_heads = 0, fit = 2;
+    uint32_t columns = 0;
     for (uint32_t i = 0; i < p->n_fused; i++) {
         if (p->fused[i].kind != RFK_FUSED_ATTENTION) continue;
-        const rf_attention_params *a = &p->plan->ops[p->fused[i].attention].attention;
-        if (a->n_kv_heads > kv_heads) kv_heads = a->n_kv_heads;
-        if (a->n_heads / a->n_kv_heads > 4) fit = 1; /* as rfk_decode_attention's registers allow */
+        const uint32_t n = rfk_decode_columns(&p->plan->ops[p->fused[i].attention].attention);
+        if (n > columns) columns = n;
     }
-    p->decode_splits = kv_heads ? rfk_ceil_div(fit * (uint64_t)p->dev->info.compute_units, kv_heads) : 1;
+    p->decode_splits = columns ? rfk_ceil_div(2 * (uint64_t)p->dev->info.compute_units, columns) : 1;
     if (p->decode_splits > RFK_DECODE_SPLITS) p->decode_splits = RFK_DECODE_SPLITS;
     if (p->decode_splits == 0) p->decode_splits = 1;
 }
@@ -13759,6 +14252,7 @@ static rf_result rfk_plan_create(rf_dev *d, const rf_plan_bind *bind, rf_prepare
     rfk_make_segments(p);
     rfk_make_fused(p);
     rfk_defer_norms(p);
+    rfk_take_post_norms(p);
     rfk_choose_decode_splits(p);
     rfk_find_direct_plan(p);
     rfk_list_configs(p);
@@ -13835,7 +14329,7 @@ static rf_result rfk_enqueue_config(const rfk_launching *l, K kernel, const rfk_
 
 template <class K, class A>
 static rf_result rfk_enqueue(const rfk_launching *l, K kernel, dim3 grid, uint32_t block, const A &args) {
-    rfk_config c = {grid, dim3(block), 0, 0, l->q->stream};
+    rfk_config c = {grid, dim3(block), 0, 0, l->q->stream, 0};
     return rfk_enqueue_config(l, kernel, c, args);
 }
 
@@ -13858,7 +14352,7 @@ static uint32_t rfk_early_carveout(const rfk_launching *l) {
 /* The same for a kernel that calls rfk_wait_previous. */
 template <class K, class A>
 static rf_result rfk_enqueue_early(const rfk_launching *l, K kernel, dim3 grid, uint32_t block, const A &args) {
-    rfk_config c = {grid, dim3(block), 0, rfk_early_carveout(l), l->q->stream};
+    rfk_config c = {grid, dim3(block), 0, rfk_early_carveout(l), l->q->stream, 0};
     return rfk_enqueue_config(l, kernel, c, args);
 }
 
@@ -13919,7 +14413,7 @@ static rfk_norm_args rfk_make_norm(const rfk_launching *l) {
     a.w = rfk_vector(l->p, l->op->weight, 0, &a.w_type);
     a.b = rfk_vector(l->p, l->op->bias, 0, &a.b_type);
     a.center = (l->op->flags & RF_OP_CENTER) != 0;
-    a.accumulate = (l->op->flags & RF_OP_ACCUMULATE) != 0;
+    a.before = !(l->op->flags & RF_OP_ACCUMULATE) ? NULL : l->p->moved == l->op->out ? l->p->residual : l->b.out;
     a.in = l->b.in;
     a.out = rfk_skips_floats(l) ? NULL : l->b.out;
     a.in_stride = l->b.in_stride;
@@ -13945,10 +14439,11 @@ static rf_result rfk_run_rms_norm(const rfk_launching *l) {
     const dim3 grid(l->n_rows, a.n_heads);
     const uint32_t wave = l->p->dev->info.wave_size;
     const bool simple = rfk_is_simple_norm(&a);
+    if (l->p->moved == l->op->out) l->p->moved = RF_NONE; /* it is back in its buffer */
     if (simple && l->n_rows > RFK_FEW_STEP && a.n_heads > 1 && a.n <= 16 * wave && !a.to.q)
         return rfk_enqueue(l, RFK_BY_WAVE(l, (rfk_rms_norm_heads<32>), (rfk_rms_norm_heads<64>)),
                            dim3(l->n_rows, rfk_ceil_div(a.n_heads, RFK_BLOCK / wave)), RFK_BLOCK, a);
-    if (simple && a.n >= 4 * RFK_BLOCK) /* at least four values a thread */
+    if (simple && (a.n >= 4 * RFK_BLOCK || a.before)) /* four values a thread; or the bits of fused post-norms */
         return rfk_enqueue_early(l, RFK_BY_WAVE(l, (rfk_rms_norm_wide<32>), (rfk_rms_norm_wide<64>)), grid, RFK_BLOCK,
                                  a);
     return rfk_enqueue_early(l, RFK_BY_WAVE(l, (rfk_rms_norm<32>), (rfk_rms_norm<64>)), grid, RFK_BLOCK, a);
@@ -14197,7 +14692,7 @@ static rf_result rfk_run_matmul_float(rfk_launching *l, const rfk_matmul_args *p
 }
 
 static rf_result rfk_launch_wgmma(const rfk_launching *l, const rfk_wgmma_args *a, dim3 grid) {
-    const rfk_config c = {grid, dim3(RFK_WGMMA_BLOCK), RFK_WGMMA_BYTES, 0, l->q->stream};
+    const rfk_config c = {grid, dim3(RFK_WGMMA_BLOCK), RFK_WGMMA_BYTES, 0, l->q->stream, 0};
     return rfk_enqueue_config(l, rfk_find_wgmma(l->p->plan->weights[l->op->weight].type), c, *a);
 }
 /* Tiles of 256 columns. */
@@ -14207,12 +14702,12 @@ static rf_result rfk_launch_wide(const rfk_launching *l, const rfk_wgmma_args *n
     a.n_tiles = a.col_tiles * row_tiles * a.t.n_splits;
     const bool persistent = RFK_WIDE_PRODUCERS(rfk_kernel_type(type)) == 1;
     const rfk_config c = {dim3(persistent && a.n_tiles > n_units ? n_units : a.n_tiles),
-                          dim3(RFK_WIDE_BLOCK(rfk_kernel_type(type))), RFK_WIDE_BYTES, 0, l->q->stream};
+                          dim3(RFK_WIDE_BLOCK(rfk_kernel_type(type))), RFK_WIDE_BYTES, 0, l->q->stream, 0};
     return rfk_enqueue_config(l, rfk_find_wide(type), c, a);
 }
 
 static rf_result rfk_launch_narrow(const rfk_launching *l, const rfk_narrow_args *a, dim3 grid) {
-    const rfk_config c = {grid, dim3(RFK_NARROW_BLOCK), RFK_NARROW_BYTES, 0, l->q->stream};
+    const rfk_config c = {grid, dim3(RFK_NARROW_BLOCK), RFK_NARROW_BYTES, 0, l->q->stream, 0};
     const uint32_t n_cols = a->lists.tile ? RFK_NARROW_COLS : a->t.m.n_cols;
     return rfk_enqueue_config(l, rfk_find_narrow(l->p->plan->weights[l->op->weight].type, n_cols), c, *a);
 }
@@ -14439,7 +14934,7 @@ static rf_result rfk_run_flash(const rfk_launching *l, const rfk_flash_kernel *f
     const uint32_t blocks = rfk_ceil_div(l->n_rows, a->rows_per_block) * a->n_kv_heads,
                    units = l->p->dev->info.compute_units;
     a->reverse_from = flash->waves == 4 && blocks <= 2 * units ? units : blocks; /* 8 fill a multiprocessor */
-    const rfk_config c = {dim3(blocks), dim3(flash->waves * l->p->dev->wave), flash->shared_bytes, 0, l->q->stream};
+    const rfk_config c = {dim3(blocks), dim3(flash->waves * l->p->dev->wave), flash->shared_bytes, 0, l->q->stream, 0};
     return rfk_enqueue_config(l, flash->run, c, *a);
 }
 
@@ -15041,6 +15536,36 @@ static void rfk_begin_fused(rf_prepared *p, uint32_t begin, uint32_t end) {
     p->fused_begin = begin;
     p->fused_end = end;
     p->deferred_for = RF_NONE;
+    p->moved = RF_NONE;
+}
+
+/* Whether launch k makes the post-norm that is the launch before it. In a step of one row it leaves the sum elsewhere,
+ * or takes it from there: then a launch of this call has to put it back. */
+static bool rfk_takes_post_norm(const rf_prepared *p, const rf_step *step, uint32_t k) {
+    const rfk_fused *f = &p->fused[k];
+    if (k <= p->fused_begin || k >= p->fused_end || f->kind != RFK_FUSED_MATVEC || f->add == RF_NONE) return false;
+    return step->n_rows > 1 || p->moved == p->plan->ops[f->add].out ||
+           (p->moved == RF_NONE && f->add_next < p->fused_end);
+}
+
+/* Bind that post-norm; *x is what it is added to. */
+static rfk_add_args rfk_bind_post_norm(rf_prepared *p, const rf_step *step, const rfk_fused *f, const float **x) {
+    rfk_add_args a;
+    memset(&a, 0, sizeof a);
+    if (!rfk_takes_post_norm(p, step, (uint32_t)(f - p->fused))) return a;
+    const rf_op *op = &p->plan->ops[f->add];
+    const rfk_bound *b = &p->ops[f->add];
+    uint32_t type;
+    a.y = b->in;
+    a.y_stride = b->in_stride;
+    a.w = reinterpret_cast<const float *>(rfk_vector(p, op->weight, 0, &type));
+    a.eps = op->norm.eps;
+    a.out = b->out;
+    if (step->n_rows > 1) return a;
+    if (p->moved == RF_NONE) a.out = p->residual;
+    else *x = p->residual;
+    p->moved = p->moved == RF_NONE ? op->out : RF_NONE;
+    return a;
 }
 
 /* Bind the deferred norm of the previous launch, and the one for the next. */
@@ -15101,6 +15626,7 @@ static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
     a.n_in = l->op->matmul.n_in;
     a.n_cols = n_cols;
     a.glu = f->glu != RF_NONE;
+    a.is_gelu = a.glu && ops[f->glu].glu.activation == RF_ACT_GELU;
     a.n_tiles = a.glu ? a.part[0].end_block : blocks;
     if (f->norm != RF_NONE) {
         const rf_op *norm = &ops[f->norm];
@@ -15112,8 +15638,9 @@ static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
     }
     z.x = a.from, z.x_stride = a.from_stride, z.rows = a.rows, z.n = a.n_in, z.to = p->few;
     z.norm = a.norm, z.norm_type = a.norm_type;
+    z.add = rfk_bind_post_norm(p, l->step, f, &z.x);
     rfk_config c = {dim3(a.n_cols, rfk_ceil_div(a.n_in, 4 * RFK_BLOCK)), dim3(RFK_BLOCK), 0, rfk_early_carveout(l),
-                    l->q->stream};
+                    l->q->stream, 0};
     rf_result r = rfk_enqueue_config(l, RFK_BY_WAVE(l, rfk_few_quantize<32>, rfk_few_quantize<64>), c, z);
     if (r != RF_OK) return r;
     const bool other = rfk_is_other(p->plan, f->products);
@@ -15157,6 +15684,7 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     memcpy(a.part, products.part, sizeof a.part);
     if (f->is_int8) a.x8 = p->x8;
     else a.x = rfk_at_step(l, p->ops[source].in, ops[source].in);
+    a.add = rfk_bind_post_norm(p, l->step, f, &a.x);
     if (f->norm != RF_NONE) {
         const rf_op *norm = &ops[f->norm];
         a.norm = rfk_vector(p, norm->weight, 0, &a.norm_type);
@@ -15166,6 +15694,7 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     }
     a.n_in = l->op->matmul.n_in;
     a.glu = f->glu != RF_NONE;
+    a.is_gelu = a.glu && ops[f->glu].glu.activation == RF_ACT_GELU;
     if (f->to_int8) a.to8 = p->x8;
     if (rfk_pushes(p, l->step, f->products) == RFK_PUSHES_FLAGGED) a.sum = rfk_sum_of(l, f->products + 1);
     rfk_bind_deferred_norm(p, f, &a);
@@ -15180,7 +15709,7 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     const uint32_t blocks =
         rfk_divide_blocks(l, a.part, a.glu, pairs ? 32 : waves, per_cu * p->dev->info.compute_units);
     rfk_config c = {dim3(blocks), dim3(pairs ? RFK_PAIRS_BLOCK : RFK_FUSED_BLOCK_OF(p->dev)), shared,
-                    rfk_early_carveout(l), l->q->stream};
+                    rfk_early_carveout(l), l->q->stream, 0};
     void (*kernel)(rfk_fused_args) =
         RFK_BY_WAVE(l, rfk_find_fused_matvec<32>(other, config->in_flight),
                     rfk_find_fused_matvec<64>(other, config->in_flight));
@@ -15193,14 +15722,12 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
 /* Instances cost time to compile: small groups take those of larger ones, above all with rare types of the cache. */
 template <int WAVE, class KV, int PER>
 static void (*rfk_decode_attention_of(uint32_t group))(rfk_decode_attention_args) {
-    const int MIN = sizeof(KV) == 2 ? 2 : sizeof(KV) == 1 ? 4 : 8;
-    if (group <= 2) return rfk_decode_attention<WAVE, KV, MIN, PER>;
-    if (group <= 4) return rfk_decode_attention<WAVE, KV, (MIN > 4 ? MIN : 4), PER>;
-    return rfk_decode_attention<WAVE, KV, 8, PER>;
+    if (group <= 2) return rfk_decode_attention<WAVE, KV, sizeof(KV) == 2 ? 2 : RFK_DECODE_GROUP, PER>;
+    return rfk_decode_attention<WAVE, KV, RFK_DECODE_GROUP, PER>;
 }
 template <int WAVE, class KV>
 static void (*rfk_decode_attention_by(const rf_op *op))(rfk_decode_attention_args) {
-    const uint32_t group = op->attention.n_heads / op->attention.n_kv_heads;
+    const uint32_t group = rfk_ceil_div(op->attention.n_heads, rfk_decode_columns(&op->attention));
     if (op->attention.head_dim <= 64) return rfk_decode_attention_of<WAVE, KV, sizeof(KV) == 4 ? 16 : 8>(group);
     if (op->attention.head_dim <= 128) return rfk_decode_attention_of<WAVE, KV, 16>(group);
     return rfk_decode_attention_of<WAVE, KV, 32>(group);
@@ -15223,12 +15750,21 @@ static void (*rfk_find_decode_attention(uint32_t cache_type, const rf_op *op))(r
     return rfk_decode_attention_by<WAVE, uint16_t>(op);
 }
 
+/* Whether each row of the step sees so few positions that its splits are a cluster. */
+static bool rfk_is_near(const rf_prepared *p, uint32_t window) {
+    return p->dev->clusters && (p->positions <= RFK_DECODE_NEAR || (window && window <= RFK_DECODE_NEAR));
+}
+
 /* How many splits of a row have positions in any row of the step, at most. If some of the grid have none, those that
- * have take RFK_DECODE_CELLS each, whatever the grid: results keep their bits. */
+ * have take rfk_decode_min each, whatever the grid: results keep their bits. */
 static uint32_t rfk_used_splits(const rf_prepared *p, uint32_t window) {
-    const uint32_t n = window && window < p->positions ? window : p->positions,
-                   used = rfk_ceil_div(n, RFK_DECODE_CELLS);
-    return used < p->decode_splits ? used : p->decode_splits;
+    const uint32_t n = window && window < p->positions ? window : p->positions;
+    uint32_t used = rfk_ceil_div(n, RFK_DECODE_CELLS), most = p->decode_splits;
+    if (rfk_is_near(p, window)) {
+        used = rfk_ceil_div(n, RFK_DECODE_CELLS / 2);
+        most = most < RFK_CLUSTER ? most : RFK_CLUSTER;
+    }
+    return used < most ? used : most;
 }
 
 /* Splits that rows share: as many blocks as fit at once, or one for each row and half as many more for those of long
@@ -15279,7 +15815,11 @@ static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) 
     a.scale = att->scale;
     a.softcap = att->softcap * RFK_LOG2_E;
     a.softcap_factor = att->softcap == 0 ? 0 : 2 / att->softcap; /* 2 log2(e) / (softcap log2(e)) */
-    rfk_config c = {dim3(att->n_kv_heads, 1, l->n_rows), dim3(RFK_BLOCK), 0, rfk_early_carveout(l), l->q->stream};
+    a.group = att->n_heads / att->n_kv_heads;
+    a.halves = a.group > RFK_DECODE_GROUP;
+    a.column = a.halves ? (a.group + 1) / 2 : a.group;
+    a.n_near = p->dev->clusters ? RFK_DECODE_NEAR : 0;
+    rfk_config c = {dim3(att->n_kv_heads, 1, l->n_rows), dim3(RFK_BLOCK), 0, rfk_early_carveout(l), l->q->stream, 0};
     if (a.is_stored) {
         void (*keys)(rfk_decode_attention_args) = RFK_BY_WAVE(l, rfk_find_decode_keys<32>(p->cache_type, op),
                                                               rfk_find_decode_keys<64>(p->cache_type, op));
@@ -15287,8 +15827,10 @@ static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) 
         if (r != RF_OK) return r;
     }
     a.n_shared = l->n_rows > RFK_FEW_MAX ? l->n_rows : 0;
-    c.grid = a.n_shared ? dim3(att->n_kv_heads, rfk_shared_splits(p, a.window, l->n_rows))
-                        : dim3(att->n_kv_heads, rfk_used_splits(p, a.window), l->n_rows);
+    a.is_cluster = !a.n_shared && rfk_is_near(p, a.window);
+    c.grid = dim3(rfk_decode_columns(att), rfk_used_splits(p, a.window), l->n_rows);
+    if (a.n_shared) c.grid = dim3(c.grid.x, rfk_shared_splits(p, a.window, l->n_rows));
+    if (a.is_cluster) c.cluster = c.grid.y;
     void (*kernel)(rfk_decode_attention_args) = RFK_BY_WAVE(l, rfk_find_decode_attention<32>(p->cache_type, op),
                                                          rfk_find_decode_attention<64>(p->cache_type, op));
     return rfk_enqueue_config(l, kernel, c, a);
@@ -15323,8 +15865,9 @@ static int rfk_makes_route(const rf_prepared *p, uint32_t i) {
 }
 
 typedef void (*rfk_mixture_kernel)(rfk_mixture_args);
-template <int WAVE> static rfk_mixture_kernel rfk_find_mixture(uint32_t type) {
-#define RFK_QUANTIZED_CASE(TYPE) case TYPE: return rfk_mixture<RFK_BUILT(TYPE), WAVE>;
+template <int WAVE> static rfk_mixture_kernel rfk_find_mixture(uint32_t type, bool down) {
+#define RFK_QUANTIZED_CASE(TYPE) \
+    case TYPE: return down ? rfk_mixture<RFK_BUILT(TYPE), WAVE, true> : rfk_mixture<RFK_BUILT(TYPE), WAVE, false>;
     switch (type) {
         RFK_QUANTIZED_TYPES(RFK_QUANTIZED_CASE)
         RFK_QUANTIZED_CASE(RF_TYPE_MXFP4)
@@ -15344,12 +15887,13 @@ static rf_result rfk_run_mixture(rfk_launching *l, const rfk_fused *f) {
     l->index = f->first;
     l->b = p->ops[f->first];
     a.e = rfk_make_experts(l);
-    a.is_down = f->kind == RFK_FUSED_DOWN;
+    const bool down = f->kind == RFK_FUSED_DOWN;
+    a.n_experts = p->plan->weights[op->weight].n_experts;
     if (shared) {
         a.shared[0] = rfk_slot_of(p, shared->weight)->w;
-        a.n_shared = a.is_down ? shared->matmul.n_in : shared->matmul.n_out;
+        a.n_shared = down ? shared->matmul.n_in : shared->matmul.n_out;
     }
-    if (!a.is_down) {
+    if (!down) {
         if (rfk_makes_route(p, (uint32_t)(f - p->fused))) a.choose = rfk_make_route(p, f->choice);
         a.w2 = p->table->experts + p->plan->weights[op[1].weight].slot;
         a.bias2 = rfk_vector(p, op[1].bias, 0, &a.bias2_type);
@@ -15375,16 +15919,18 @@ static rf_result rfk_run_mixture(rfk_launching *l, const rfk_fused *f) {
             if (f->share != RF_NONE) a.share = p->ops[f->share].in2, a.share_stride = p->ops[f->share].in2_stride;
         }
     }
-    const uint32_t type = rfk_mixture_type(p->plan, op), max = RFK_MIXTURE_BLOCK / p->dev->wave,
-                   values = a.is_down ? a.e.n_used * a.e.n_in + a.n_shared : a.e.n_in,
-                   results = a.is_down ? a.e.n_out : a.e.n_used * a.e.n_out + a.n_shared,
+    const uint32_t type = rfk_mixture_type(p->plan, op), max = RFK_MIXTURE_BLOCK(type) / p->dev->wave,
+                   values = down ? a.e.n_used * a.e.n_in + a.n_shared : a.e.n_in,
+                   results = down ? a.e.n_out : a.e.n_used * a.e.n_out + a.n_shared,
                    units = p->dev->info.compute_units / l->n_rows ? p->dev->info.compute_units / l->n_rows : 1,
                    rounds = rfk_ceil_div(results, units * max),      /* results of a wave */
                    wanted = rfk_ceil_div(results, units * rounds),   /* waves of a block */
                    waves = wanted < 2 ? 2 : wanted;
     const rfk_config c = {dim3(rfk_ceil_div(results, waves * rounds), l->n_rows), dim3(waves * p->dev->wave),
-                          rfk_columns_bytes(values), rfk_early_carveout(l), l->q->stream};
-    return rfk_enqueue_config(l, RFK_BY_WAVE(l, rfk_find_mixture<32>(type), rfk_find_mixture<64>(type)), c, a);
+                          rfk_columns_bytes(values), rfk_early_carveout(l), l->q->stream, 0};
+    void (*kernel)(rfk_mixture_args) =
+        RFK_BY_WAVE(l, rfk_find_mixture<32>(type, down), rfk_find_mixture<64>(type, down));
+    return rfk_enqueue_config(l, kernel, c, a);
 }
 
 /* Whether the step takes the attention of a decode step, where the plan has it fused. */
@@ -15577,7 +16123,7 @@ static rf_result rfk_run_fused(rf_prepared *p, rf_queue *q, const rf_step *step,
     if (f->kind == RFK_FUSED_ATTENTION && rfk_takes_decode_attention(p, step)) return rfk_run_decode_attention(&l, f);
     if (f->kind == RFK_FUSED_NORM_DOTS) return rfk_run_norm_dots(&l, f);
     if (f->kind == RFK_FUSED_UP || f->kind == RFK_FUSED_DOWN) return rfk_run_mixture(&l, f);
-    if (f->kind == RFK_FUSED_OP && rfk_makes_route(p, i + 1)) return RF_OK;
+    if (f->kind == RFK_FUSED_OP && (rfk_makes_route(p, i + 1) || rfk_takes_post_norm(p, step, i + 1))) return RF_OK;
     return rfk_run_each(p, q, step, f, err);
 }
 
@@ -15673,6 +16219,8 @@ static void rfk_capture(rf_prepared *p, rf_queue *q, const rf_step *step) {
     p->graph_generation = __atomic_load_n(&p->table->generation, __ATOMIC_RELAXED);
     if (p->graph_config != p->stats.config) p->graphs_checked = 0; /* the driver may be wrong about others */
     p->graph_config = p->stats.config;
+    p->graph_positions = p->positions;
+    p->n_near = 0;
     p->tuning.n_steps = 0; /* a graph's first replay is slower */
     p->capturing = 1;
     rfk_begin_fused(p, 0, p->n_fused);
@@ -15747,9 +16295,12 @@ static rf_result rfk_check_replay(rf_prepared *p, rf_queue *q, const rf_step *st
     return RF_OK;
 }
 
-/* Capture a decode step if weights have moved or the config has changed.   Returns whether it can be replayed */
+/* Capture a decode step if weights have moved, the config has changed, or the sequence has outgrown the graph; also if
+ * one for fewer positions has been enough for some steps.   Returns whether it can be replayed */
 static int rfk_ready_graphs(rf_prepared *p, rf_queue *q, const rf_step *step) {
-    if (p->n_graphs == 0 || p->graph_config != p->stats.config ||
+    p->n_near = p->positions < p->graph_positions ? p->n_near + 1 : 0;
+    if (p->n_graphs == 0 || p->graph_config != p->stats.config || p->positions > p->graph_positions ||
+        p->n_near > RFK_NEAR_STEPS ||
         p->graph_generation != __atomic_load_n(&p->table->generation, __ATOMIC_RELAXED))
         rfk_capture(p, q, step);
     return p->n_graphs > 0;
@@ -15808,7 +16359,7 @@ static void rfk_capture_few(rf_prepared *p, rf_queue *q, const rf_step *step, rf
 }
 
 /* What the launches of a step's attention depend on. Positions are rounded up to a power of two: a graph of several
- * rows is captured again when a sequence outgrows it, a graph of one row is for all positions. */
+ * rows is captured again when a sequence outgrows it, a graph of one row is for all positions or for a cluster's. */
 static void rfk_begin_rows(rf_prepared *p, const rf_step *step) {
     uint32_t last = 0;
     p->are_apart = step->n_rows <= RFK_DECODE_ROWS;
@@ -15818,7 +16369,8 @@ static void rfk_begin_rows(rf_prepared *p, const rf_step *step) {
         if ((uint32_t)step->rows[i].pos > last) last = (uint32_t)step->rows[i].pos;
     p->positions = RFK_DECODE_CELLS;
     while (p->positions <= last) p->positions *= 2;
-    if (step->n_rows == 1) p->positions = 0x80000000u;
+    if (step->n_rows == 1)
+        p->positions = p->dev->clusters && last < RFK_DECODE_NEAR ? RFK_DECODE_NEAR : 0x80000000u;
 }
 
 /* The graph of a step of several rows; NULL: none. Captured when two in a row have as many rows and the same weights.

@@ -207,6 +207,12 @@ static const mg_options mixtures[] = {
      .gating = 2, .bias_choice = 1, .seed = 7},
 };
 
+/* GELUs, and norms of the results of attention and feed-forward. */
+static const mg_options post_norms[] = {
+    {.arch = "gemma2", .type = MG_Q8_0, .seed = 8},
+    {.arch = "gemma3", .type = MG_Q4_K, .use_mix = 1, .mix_type = MG_Q6_K, .window = 8, .n_layers = 3, .tied = 1, .seed = 9},
+};
+
 /* index: of the device; types take turns where there are two. */
 static void rows_on(const char *device, uint32_t index) {
     static const uint32_t types[] = {MG_Q4_K, MG_Q6_K, MG_Q8_0, MG_Q4_0, MG_Q4_1, MG_Q5_0, MG_Q5_1, MG_Q5_K, MG_Q2_K, MG_Q3_K, MG_IQ4_XS, MG_F16, MG_IQ3_S, MG_IQ2_XS},
@@ -223,10 +229,11 @@ static void rows_on(const char *device, uint32_t index) {
         rows_case(&file, NULL, device, caches[t % 3], what);
         mg_free(&file);
     }
-    for (uint32_t t = 0; t < RFT_COUNT(mixtures); t++) {
+    for (uint32_t t = 0; t < RFT_COUNT(mixtures) + RFT_COUNT(post_norms); t++) {
+        const mg_options *o = t < RFT_COUNT(mixtures) ? &mixtures[t] : &post_norms[t - RFT_COUNT(mixtures)];
         mg_buf file = {0};
-        mg_llama(&file, &mixtures[t]);
-        rows_case(&file, NULL, device, RF_CACHE_F16, mixtures[t].arch);
+        mg_llama(&file, o);
+        rows_case(&file, NULL, device, RF_CACHE_F16, o->arch);
         mg_free(&file);
     }
     for (size_t i = 0; i < RFT_COUNT(files); i++) rows_case(NULL, files[i], device, RF_CACHE_F16, files[i]);
@@ -237,15 +244,16 @@ static void test_rows_alone(void) {
     for (uint32_t k = 0; k < 2 && device_name(k); k++) rows_on(device_name(k), k);
 #ifdef RF_TEST_EMU
     static const struct {
-        const char *what;
+        const char *what, *arch;
         uint32_t n_ff, gate, up;
-    } by_mma[] = {{"q4_K by mma.sync", 2560, MG_Q4_K, MG_Q4_K}, {"q6_K by mma.sync", 4864, MG_Q6_K, MG_Q6_K}, {"q4_K beside q6_K by mma.sync", 512, MG_Q4_K, MG_Q6_K}};
+    } by_mma[] = {{"q4_K by mma.sync", "llama", 2560, MG_Q4_K, MG_Q4_K}, {"q6_K by mma.sync", "llama", 4864, MG_Q6_K, MG_Q6_K},
+                  {"q4_K beside q6_K by mma.sync", "llama", 512, MG_Q4_K, MG_Q6_K}, {"gemma3 by mma.sync", "gemma3", 512, MG_Q4_K, MG_Q4_K}};
     /* They have ways of their own, of 8 and of 16 columns; rows of more blocks than a tile has waves, and of more than twice as many. */
     for (uint32_t k = 0; k < 2 * RFT_COUNT(by_mma); k++) {
         const uint32_t t = k % RFT_COUNT(by_mma);
         mg_buf file = {0};
         hip_emu_matrix_unit(0, k < RFT_COUNT(by_mma) ? HIP_EMU_SM80 : HIP_EMU_SM90);
-        mg_llama(&file, &(mg_options){.type = by_mma[t].gate, .use_mix = 2, .mix_type = by_mma[t].up, .seed = 9, .n_ff = by_mma[t].n_ff, .n_layers = 1});
+        mg_llama(&file, &(mg_options){.arch = by_mma[t].arch, .type = by_mma[t].gate, .use_mix = 2, .mix_type = by_mma[t].up, .seed = 9, .n_ff = by_mma[t].n_ff, .n_layers = 1});
         rows_case(&file, NULL, "hip:0", RF_CACHE_F16, by_mma[t].what);
         mg_free(&file);
     }
@@ -253,27 +261,29 @@ static void test_rows_alone(void) {
 #endif
 }
 
-/* Fused mixtures give nearly the same logits as the CPU device. */
-static void test_mixtures(void) {
+/* Nearly the same logits as the CPU device. */
+static void options_as_cpu(const mg_options *options, size_t n) {
     static float cpu[5 * MAX_VOCAB], gpu[5 * MAX_VOCAB];
     int32_t prompt[11], cpu_ids[5], gpu_ids[5];
-    for (uint32_t t = 0; t < RFT_COUNT(mixtures); t++) {
+    for (uint32_t t = 0; t < n; t++) {
         mg_buf file = {0};
         rig r = {0}, c = {0};
         const rf_session_desc sd = {.n_ctx = 64};
-        mg_llama(&file, &mixtures[t]);
+        mg_llama(&file, &options[t]);
         mg_tokens(prompt, 11, 300, t);
         CHECK(open_rig(&c, &file, "cpu", &sd) == RF_OK && write_on(&c, prompt, 11, 4, cpu, cpu_ids) == RF_OK, "%s", c.err.text);
         for (uint32_t k = 0; device_name(k); k++) {
             CHECK(open_rig(&r, &file, device_name(k), &sd) == RF_OK && write_on(&r, prompt, 11, 4, gpu, gpu_ids) == RF_OK, "%s", r.err.text);
             double d = distance(gpu, cpu, (size_t)c.n_vocab * 5);
-            CHECK(d <= INT8_TOLERANCE, "%s on %s: off by %g", mixtures[t].arch, device_name(k), d);
+            CHECK(d <= INT8_TOLERANCE, "%s on %s: off by %g", options[t].arch, device_name(k), d);
             rig_close(&r);
         }
         rig_close(&c);
         mg_free(&file);
     }
 }
+static void test_mixtures(void) { options_as_cpu(mixtures, RFT_COUNT(mixtures)); }
+static void test_post_norms(void) { options_as_cpu(post_norms, RFT_COUNT(post_norms)); }
 
 /* Steps of more sequences than a decode step's launches take: on a GPU attention alone is that of a decode step. Nearly the
  * logits of the CPU device, for sequences of different lengths. */
@@ -925,6 +935,7 @@ int main(int argc, char **argv) {
     RUN(test_rows_alone);
     RUN(test_growing_rows);
     RUN(test_mixtures);
+    RUN(test_post_norms);
     RUN(test_many_sequences);
     RUN(test_repeats);
     RUN(test_two_threads);

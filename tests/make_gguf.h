@@ -476,8 +476,8 @@ MG_FN uint32_t mg_put_vocab(mg_gguf *w, int bpe, const char *pre, uint32_t n_voc
 
 /* Zero = defaults: llama, F32, 2 layers, SPM. Sizes of 256 instead of 64/96 when type or mix_type is a K-quant. */
 typedef struct mg_options {
-    const char *arch;      /* "llama", "qwen2", "qwen3", with experts "qwen3moe", "glm4moe",
-                              "granitemoe", "gpt-oss"; NULL = "llama"                                   */
+    const char *arch;      /* "llama", "qwen2", "qwen3", "gemma2", "gemma3", with experts "qwen3moe",
+                              "glm4moe", "granitemoe", "gpt-oss"; NULL = "llama"                        */
     uint32_t type;         /* of all matrices                                                           */
     uint32_t mix_type;     /* with use_mix: of attn_v, ffn_down and output instead; with 2: of ffn_up too */
     int use_mix;
@@ -532,7 +532,8 @@ typedef struct mg_options {
     int bias_router;       /* ffn_gate_inp.bias                                                         */
     int bias_experts;      /* ffn_gate/up/down_exps.bias                                                */
     int bias_choice;       /* exp_probs_b.bias                                                          */
-    int post_norm;         /* the feed-forward norm is post_attention_norm                              */
+    int post_norm;         /* the feed-forward norm is post_attention_norm; 2: the results of attention and
+                              feed-forward are normed, by post_attention_norm and post_ffw_norm; always for gemma */
     int sinks;             /* attn_sinks.weight                                                         */
     uint32_t window;       /* attention.sliding_window; 0 = not stated                                  */
     float scale_attention, scale_embedding, scale_residual, scale_logits; /* attention.scale, embedding_scale,
@@ -596,7 +597,8 @@ MG_FN void mg_layer(mg_gguf *w, mg_rng *r, const mg_options *o, uint32_t il) {
     MG_ADD("attn_output.weight", o->type, n_a, o->n_embd, s_a, 0);
     if (o->sinks) MG_ADD("attn_sinks.weight", vec, n_heads, 0, 1.0f, 0);
     if (o->post_norm) MG_ADD("post_attention_norm.weight", vec, o->n_embd, 0, 0.1f, 1.0f);
-    else MG_ADD("ffn_norm.weight", vec, o->n_embd, 0, 0.1f, 1.0f);
+    if (o->post_norm != 1) MG_ADD("ffn_norm.weight", vec, o->n_embd, 0, 0.1f, 1.0f);
+    if (o->post_norm == 2) MG_ADD("post_ffw_norm.weight", vec, o->n_embd, 0, 0.1f, 1.0f);
     if (o->bias_out) MG_ADD("attn_output.bias", vec, o->n_embd, 0, 0.1f, 0);
     if (o->n_experts && il >= o->n_dense) {
         mg_moe(w, r, o, il);
@@ -674,6 +676,8 @@ MG_FN mg_options mg_defaults(const mg_options *options) {
     int qwen = strncmp(o.arch, "qwen", 4) == 0;
     if (strcmp(o.arch, "qwen2") == 0) o.bias = 1;
     if (strncmp(o.arch, "qwen3", 5) == 0) o.qk_norm = 1;
+    if (strncmp(o.arch, "gemma", 5) == 0) o.post_norm = 2;
+    if (strcmp(o.arch, "gemma3") == 0) o.qk_norm = 1;
     if (strcmp(o.arch, "glm4moe") == 0) o.bias = o.post_norm = 1;
     if (strcmp(o.arch, "gpt-oss") == 0)
         o.bias = o.bias_out = o.post_norm = o.sinks = o.bias_router = o.bias_experts = 1;

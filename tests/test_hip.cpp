@@ -1322,8 +1322,9 @@ static std::vector<float> mixture_part(const MixtureCase &c, const MixtureInputs
 static void test_mixture_parts() {
     static const uint32_t kinds[] = {RF_TYPE_Q4_K, RF_TYPE_Q8_0, RF_TYPE_MXFP4, RF_TYPE_Q6_K, RF_TYPE_F16, RF_TYPE_IQ4_XS};
     for (uint32_t k = 0; k < sizeof kinds / sizeof *kinds * 2; k++) {
-        const uint32_t type = kinds[k / 2], block = block_elements(type), wide = block < 64 ? 128 : block;
-        const MixtureCase c = {type, wide, wide, 3, 8, wide, k % (uint32_t)devices.size(), k % 2 ? 5u : 1u + k / 2 % 2, k % 3 == 1, k % 4 == 3};
+        const bool large = kinds[k / 2] == RF_TYPE_Q8_0; /* down reads more than its block quantizes at once */
+        const uint32_t type = kinds[k / 2], block = block_elements(type), wide = large ? 512 : block < 64 ? 128 : block;
+        const MixtureCase c = {type, wide, wide, large ? 8u : 3u, 8, wide, k % (uint32_t)devices.size(), k % 2 ? 5u : 1u + k / 2 % 2, k % 3 == 1, k % 4 == 3};
         MixtureInputs i;
         for (int j = 0; j < 3; j++) {
             i.w[j] = random_rows(type, wide, wide * c.n_experts), i.shared[j] = random_rows(type, wide, wide);
@@ -2706,6 +2707,7 @@ struct DecoderShape {
     bool scaled;    /* and capped matmuls */
     int windowed;   /* attention of one layer with a window and a cap; 2: in a ring, with sinks and a rope of its own;
                      * 3: without any of it, in a long context that was there before */
+    bool post_norms; /* the results of attention and of the last matmul of a layer are normed, then added */
 };
 enum : uint32_t { decoder_vocab = 24, decoder_ring = 256, decoder_window = 150 };
 
@@ -2718,7 +2720,7 @@ static uint32_t decoder_model(Rig &g, const DecoderShape &c) {
     const uint32_t n = decoder_n(c), nq = c.n_heads * c.dim, nk = c.n_kv_heads * c.dim;
     uint32_t x = g.buffer(n), xn = g.buffer(n), q = g.buffer(nq), k = g.buffer(nk), v = g.buffer(nk),
              att = g.buffer(nq), gate = g.buffer(2 * n), up = g.buffer(2 * n), xl = g.buffer(n, RF_ROWS_LOGITS),
-             logits = g.buffer(decoder_vocab, RF_ROWS_LOGITS), top = g.buffer(1, RF_ROWS_LOGITS);
+             logits = g.buffer(decoder_vocab, RF_ROWS_LOGITS), top = g.buffer(1, RF_ROWS_LOGITS), y = g.buffer(n);
     for (uint32_t i = 0; i < c.dim; i++) g.tables.push_back(powf(i < c.dim / 2 ? 1000.0f : 50.0f, -(float)(i % (c.dim / 2)) / (float)(c.dim / 2)));
     const uint32_t table = g.weight(RF_TYPE_F16, n, decoder_vocab, random_rows(RF_TYPE_F16, n, decoder_vocab));
     g.embed(x, n, table)->layer = -1;
@@ -2726,7 +2728,7 @@ static uint32_t decoder_model(Rig &g, const DecoderShape &c) {
         size_t first = g.ops.size();
         const bool ring = c.windowed == 2 && il == 1;
         if (il == 2) g.gather(x, xl, n);
-        const uint32_t ins[6] = {xn, xn, xn, att, xn, xn}, outs[6] = {q, k, v, x, gate, up},
+        const uint32_t ins[6] = {xn, xn, xn, att, xn, xn}, outs[6] = {q, k, v, c.post_norms ? y : x, gate, up},
                        widths[6] = {nq, nk, nk, n, 2 * n, 2 * n};
         for (int i = 0; i < 6; i++) {
             if (i == 0 || i == 4) g.norm(il < 2 ? x : xl, il < 2 ? xn : xl, 1, n, g.vector(values(n)));
@@ -2748,16 +2750,18 @@ static uint32_t decoder_model(Rig &g, const DecoderShape &c) {
             uint32_t type = i == 2 ? c.more : c.type, n_in = i == 3 ? nq : n;
             rf_op *o = g.matmul(ins[i], outs[i], n_in, widths[i],
                                 g.weight(type, n_in, widths[i], random_rows(type, n_in, widths[i])));
-            o->flags = i == 3 ? RF_OP_ACCUMULATE : 0;
+            o->flags = i == 3 && !c.post_norms ? RF_OP_ACCUMULATE : 0;
             if (c.scaled && i == 3) o->matmul.scale = 0.4f;
             if (i < 2) o->bias = g.vector(values(widths[i]));
+            if (i == 3 && c.post_norms) g.norm(y, x, 1, n, g.vector(values(n)))->flags = RF_OP_ACCUMULATE;
         }
-        if (il < 2) g.glu(gate, up, gate, 2 * n);
+        if (il < 2) g.glu(gate, up, gate, 2 * n)->glu.activation = il ? RF_ACT_GELU : RF_ACT_SILU;
         const uint32_t n_in = il < 2 ? 2 * n : n, n_out = il < 2 ? n : (uint32_t)decoder_vocab;
-        rf_op *o = g.matmul(il < 2 ? gate : xl, il < 2 ? x : logits, n_in, n_out,
+        rf_op *o = g.matmul(il < 2 ? gate : xl, il == 2 ? logits : c.post_norms ? y : x, n_in, n_out,
                             g.weight(c.more, n_in, n_out, random_rows(c.more, n_in, n_out)));
-        o->flags = il < 2 ? RF_OP_ACCUMULATE : 0;
+        o->flags = il < 2 && !c.post_norms ? RF_OP_ACCUMULATE : 0;
         if (c.scaled) o->matmul.scale = 0.7f, o->matmul.softcap = il < 2 ? 0 : 2.0f;
+        if (il < 2 && c.post_norms) g.norm(y, x, 1, n, g.vector(values(n)))->flags = RF_OP_ACCUMULATE;
         for (size_t i = first; i < g.ops.size(); i++) g.ops[i].layer = il;
     }
     rf_op *o = g.op(RF_OP_ARGMAX, RF_ROWS_LOGITS);
@@ -2794,8 +2798,8 @@ static void fill_states(Rig &g, const DecoderShape &c, uint32_t n_seq) {
 }
 
 /* Two tokens of a prompt, then tokens one by one. Two sequences alike in one step: kernels of several rows; one: those of one row;
- * whole: from a graph. Returns the logits of all steps. */
-static std::vector<float> decoder_run(rf_dev *d, const DecoderShape &c, uint32_t n_seq, bool whole) {
+ * whole: from a graph. Returns the logits of all steps; *launches becomes how many the last one had. */
+static std::vector<float> decoder_run(rf_dev *d, const DecoderShape &c, uint32_t n_seq, bool whole, uint64_t *launches = NULL) {
     std::vector<float> all;
     Rig g(d);
     uint32_t logits = decoder_model(g, c);
@@ -2817,7 +2821,9 @@ static std::vector<float> decoder_run(rf_dev *d, const DecoderShape &c, uint32_t
             }
             last.push_back((uint32_t)rows.size() - 1);
         }
+        const uint64_t before = api->plan_stats(g.prepared).launches;
         CHECK(g.run(rows, last) == RF_OK, "%s", g.err.text);
+        if (launches) *launches = api->plan_stats(g.prepared).launches - before;
         std::vector<float> y = g.get(logits);
         for (uint32_t s = 1; s < n_seq; s++)
             CHECK(memcmp(&y[0], &y[(size_t)s * decoder_vocab], decoder_vocab * 4) == 0, "sequences alike differ");
@@ -2879,6 +2885,9 @@ static void test_decode_step() {
         {RF_TYPE_F32, RF_TYPE_F32, 2, 2, 256, RF_CACHE_Q8_0, true, true, false, 2},
         {RF_TYPE_Q8_0, RF_TYPE_Q8_0, 4, 2, 32, RF_CACHE_Q8_0, false, true, false, 0}, /* heads that are not fused */
         {RF_TYPE_F32, RF_TYPE_Q8_0, 1, 1, 64, RF_CACHE_F16, false, false, false, 0}, /* norms joined with products of floats */
+        {RF_TYPE_Q4_K, RF_TYPE_Q6_K, 4, 2, 64, RF_CACHE_F16, true, true, false, 0, true},
+        {RF_TYPE_Q8_0, RF_TYPE_Q4_0, 4, 1, 128, RF_CACHE_F16, false, true, true, 1, true},
+        {RF_TYPE_Q3_K, RF_TYPE_Q5_K, 4, 2, 64, RF_CACHE_F16, true, false, false, 0, true},
     };
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i += stride)
         for (size_t d = 0; d < devices.size(); d++) {
@@ -2891,9 +2900,17 @@ static void test_decode_step() {
             compare(one, want, exact ? 3e-5 : 1e-2, exact ? 1e-9 : 1e-5, type_name(c.type));
 #ifdef RF_TEST_EMU
             uint64_t before = hip_emu_get_counts().replays;
-            CHECK(same_bits(one, decoder_run(devices[d], c, 1, true)), "a graph gives other bits: shape %zu", i);
+            uint64_t launches = 0;
+            CHECK(same_bits(one, decoder_run(devices[d], c, 1, true, &launches)), "a graph gives other bits: shape %zu", i);
             const uint64_t steps = c.cache == RF_CACHE_Q8_0 && c.dim == 32 ? 0 : decoder_places(c).size() - 1;
             CHECK(hip_emu_get_counts().replays - before == steps, "steps were not replayed: shape %zu", i);
+            if (c.post_norms) { /* only the last one, behind which rows are gathered, is a launch of its own */
+                DecoderShape plain = c;
+                uint64_t fewer = 0;
+                plain.post_norms = false;
+                (void)decoder_run(devices[d], plain, 1, true, &fewer);
+                CHECK(launches == fewer + 1, "%u launches with post-norms, %u without: shape %zu", (uint32_t)launches, (uint32_t)fewer, i);
+            }
 #else
             CHECK(same_bits(one, decoder_run(devices[d], c, 1, true)), "a graph gives other bits: shape %zu", i);
 #endif
@@ -3062,22 +3079,26 @@ static void test_attention_of_rows() {
 
 /* ---- launch configs of a decode step ---- */
 
-/* norm -> three products; norm -> gate, up -> glu -> down, added to x, and half a norm -> logits. Returns what they write. */
+/* norm -> three products; [x += norm of the third;] norm -> gate, up -> glu -> down, added to x [normed, too], and half a norm ->
+ * logits. Returns what they write. */
 static std::vector<uint32_t> ways_model(Rig &g, uint32_t type, uint32_t n, uint32_t n_ff) {
-    const uint32_t widths[8] = {1, 33, 70, n_ff, n_ff, n, n, 40}, x = g.buffer(n), xn = g.buffer(n);
+    const bool post_norms = n_ff != n;
+    const uint32_t widths[8] = {1, 33, post_norms ? n : 70, n_ff, n_ff, n, n, 40}, x = g.buffer(n), xn = g.buffer(n);
     std::vector<uint32_t> out;
     g.embed(x, n, g.weight(RF_TYPE_F16, n, widths[7], random_rows(RF_TYPE_F16, n, widths[7])));
     for (int i = 0; i < 8; i++) {
-        out.push_back(i == 5 ? x : g.buffer(widths[i], i < 6 ? RF_ROWS_TOKENS : RF_ROWS_LOGITS));
+        out.push_back(i == 5 && !post_norms ? x : g.buffer(widths[i], i < 6 ? RF_ROWS_TOKENS : RF_ROWS_LOGITS));
         if (i == 6) g.gather(x, out[6], n);
         if (i == 0 || i == 3 || i == 6) g.norm(i < 6 ? x : out[6], i < 6 ? xn : out[6], 1, n, g.vector(values(n)));
         if (i == 6) continue;
-        if (i == 5) g.glu(out[3], out[4], out[3], n_ff);
+        if (i == 5) g.glu(out[3], out[4], out[3], n_ff)->glu.activation = n_ff == n ? RF_ACT_SILU : RF_ACT_GELU;
         const uint32_t n_in = i == 5 ? n_ff : n, t = n_in % block_elements(type) ? (uint32_t)RF_TYPE_Q4_0 : type;
         g.matmul(i < 5 ? xn : i == 5 ? out[3] : out[6], out.back(), n_in, widths[i],
                  g.weight(t, n_in, widths[i], random_rows(t, n_in, widths[i])))
-            ->flags = i == 5 ? RF_OP_ACCUMULATE : 0;
+            ->flags = i == 5 && !post_norms ? RF_OP_ACCUMULATE : 0;
+        if (post_norms && (i == 2 || i == 5)) g.norm(out[i], x, 1, n, g.vector(values(n)))->flags = RF_OP_ACCUMULATE;
     }
+    if (post_norms) out.push_back(x);
     g.plan.logits = out[7], g.plan.n_vocab = widths[7];
     return out;
 }
