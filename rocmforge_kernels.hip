@@ -361,7 +361,7 @@ template <class... P>
 static hipError_t rfk_launch_config(void (*kernel)(P...), const rfk_config &c,
                                     typename rfk_same<P>::type... args) {
 #if defined(ROCMFORGE_HIP_EMU)
-    return hip_emu_launch(kernel, c.grid, c.block, c.shared_bytes, c.stream, args...);
+    return hip_emu_launch(kernel, c.grid, c.block, c.shared_bytes, c.cluster, c.stream, args...);
 #else
     void *list[] = {(void *)&args...};
 #if defined(RFK_NVIDIA)
@@ -424,23 +424,30 @@ RFK_DEVICE void rfk_wait_previous() {
 
 /* Blocks of a cluster: what each wrote to shared memory before it arrived, the others read after their wait. */
 RFK_DEVICE void rfk_arrive_at_cluster() {
-#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if defined(ROCMFORGE_HIP_EMU)
+    hip_emu_arrive_at_cluster();
+#elif defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
 #endif
 }
 RFK_DEVICE void rfk_wait_for_cluster() {
-#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if defined(ROCMFORGE_HIP_EMU)
+    hip_emu_wait_for_cluster();
+#elif defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 #endif
 }
 /* Where block `rank` of the cluster has what is at p in this block's shared memory. */
 RFK_DEVICE const float *rfk_of_cluster(const float *p, uint32_t rank) {
-#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if defined(ROCMFORGE_HIP_EMU)
+    return static_cast<const float *>(hip_emu_of_cluster(p, rank));
+#elif defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm("mapa.u64 %0, %0, %1;" : "+l"(p) : "r"(rank));
+    return p;
 #else
     (void)rank;
-#endif
     return p;
+#endif
 }
 
 #define RFK_BLOCK 256        /* threads of a block unless a kernel says otherwise */
@@ -12710,6 +12717,9 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
     if (r == RF_OK && !d->info.usable)
         r = rfk_fail(err, RF_ERR_UNSUPPORTED, 0, 0, "%s: %s", d->info.name, d->info.note);
     if (r == RF_OK) r = rfk_run_probe(d, err);
+#if defined(ROCMFORGE_HIP_EMU)
+    d->clusters = d->wave == 32;
+#endif
 #if defined(RFK_NVIDIA)
     cudaFuncAttributes kernel;
     int value = 0;

@@ -225,6 +225,7 @@ struct hip_emu_fiber {
     dim3 thread;
     unsigned lane;
     hip_emu_wave *wave;
+    unsigned cluster_waits; /* for the other blocks of its cluster, so far */
     hip_emu_fiber *next; /* in the queue that it waits in */
 };
 
@@ -267,6 +268,12 @@ struct hip_emu_shared_block {
     size_t size_bytes;
 };
 
+struct hip_emu_machine;
+struct hip_emu_cluster {
+    std::vector<hip_emu_machine *> blocks; /* null: not begun, or has left */
+    std::vector<bool> left;
+};
+
 static const size_t hip_emu_stack_bytes = 128 * 1024;
 static const unsigned hip_emu_max_threads = 1024;
 
@@ -284,9 +291,11 @@ struct hip_emu_machine {
     dim3 grid, block, index;
     unsigned n_threads, n_finished, arrived, idle;
     bool rests, others_ran; /* hip_emu_wait */
+    hip_emu_cluster *cluster;           /* null: the block is alone */
+    unsigned rank, arriving, arrivals;  /* in the cluster; threads at its barrier, and how often all have been there */
     const std::function<void()> *body;
 
-    hip_emu_machine() : main_sp(nullptr), dynamic_bytes(0), self(nullptr), n_threads(0), n_finished(0), arrived(0), idle(0), rests(false), others_ran(false), body(nullptr) {
+    hip_emu_machine() : main_sp(nullptr), dynamic_bytes(0), self(nullptr), n_threads(0), n_finished(0), arrived(0), idle(0), rests(false), others_ran(false), cluster(nullptr), rank(0), arriving(0), arrivals(0), body(nullptr) {
         ready.first = waiting.first = nullptr;
         for (unsigned i = 0; i < 16; i++) named[i].arrived = 0, named[i].waiting.first = nullptr;
         fibers.reserve(hip_emu_max_threads);
@@ -463,6 +472,48 @@ HIP_EMU_UNCHECKED static int hip_emu_wait() {
     m->rests = true;
     hip_emu_swap(&m->self->sp, m->main_sp);
     return m->others_ran;
+}
+
+/* ---- clusters ---- */
+
+static thread_local uint64_t hip_emu_all_arrivals; /* of any block: something has moved */
+
+/* barrier.cluster.arrive, and wait: for all blocks of the cluster that have not left. */
+HIP_EMU_UNCHECKED static inline void hip_emu_arrive_at_cluster() {
+    hip_emu_machine *m = hip_emu_here;
+    if (!m->cluster) hip_emu_die("a block that is alone arrives at a cluster's barrier");
+    m->idle = 0;
+    if (++m->arriving < m->n_threads) return;
+    m->arriving = 0;
+    m->arrivals++;
+    hip_emu_all_arrivals++;
+}
+HIP_EMU_UNCHECKED static inline void hip_emu_wait_for_cluster() {
+    hip_emu_machine *m = hip_emu_here;
+    const unsigned phase = ++m->self->cluster_waits;
+    for (;;) {
+        bool all = true;
+        for (size_t i = 0; i < m->cluster->blocks.size(); i++)
+            all = all && (m->cluster->left[i] || (m->cluster->blocks[i] && m->cluster->blocks[i]->arrivals >= phase));
+        if (all) return;
+        if (m->arrivals < phase) hip_emu_yield();
+        else if (!hip_emu_wait()) hip_emu_die("deadlock: a block waits for another of its cluster");
+    }
+}
+
+/* Where block `rank` of the cluster has what is at p in this block's shared memory. */
+static const void *hip_emu_of_cluster(const void *p, unsigned rank) {
+    const hip_emu_machine *m = hip_emu_here, *of = rank < m->cluster->blocks.size() ? m->cluster->blocks[rank] : nullptr;
+    if (!of) hip_emu_die("shared memory of a block that has left, or is not there");
+    const char *at = static_cast<const char *>(p);
+    for (size_t i = 0; i < m->shared.size(); i++) {
+        const char *own = static_cast<const char *>(m->shared[i].memory);
+        if (at < own || at >= own + m->shared[i].size_bytes) continue;
+        for (size_t k = 0; k < of->shared.size(); k++)
+            if (of->shared[k].key == m->shared[i].key) return static_cast<const char *>(of->shared[k].memory) + (at - own);
+    }
+    hip_emu_die("shared memory that the other block of the cluster does not have");
+    return nullptr;
 }
 
 /* ---- matrix units ----
@@ -1409,6 +1460,7 @@ static bool hip_emu_continue(hip_emu_machine *m) {
     hip_emu_here = m;
     hip_emu_swap(&m->main_sp, m->self->sp);
     if (m->rests) return false;
+    if (m->cluster) m->cluster->blocks[m->rank] = nullptr, m->cluster->left[m->rank] = true;
     for (size_t i = 0; i < m->shared.size(); i++) free(m->shared[i].memory);
     m->shared.clear();
     return true;
@@ -1430,10 +1482,14 @@ static std::unique_ptr<hip_emu_machine> hip_emu_begin(const hip_emu_machine &lik
     m->n_threads = n;
     m->body = like.body;
     m->waves.resize((n + wave - 1) / wave);
-    m->n_finished = m->arrived = m->idle = 0;
+    m->n_finished = m->arrived = m->idle = m->arriving = m->arrivals = 0;
+    m->cluster = like.cluster;
+    m->rank = like.rank;
+    if (m->cluster) m->cluster->blocks[m->rank] = m;
     for (unsigned i = 0; i < n; i++) {
         m->fibers[i].thread = dim3(i % m->block.x, i / m->block.x % m->block.y, i / m->block.x / m->block.y);
         m->fibers[i].lane = i % wave;
+        m->fibers[i].cluster_waits = 0;
         m->fibers[i].wave = &m->waves[i / wave];
     }
     for (unsigned i = 0, turn = first; i < n; i++, turn = (turn + step) % n) hip_emu_append(&m->ready, &m->fibers[turn]);
@@ -1454,10 +1510,30 @@ static bool hip_emu_others() {
     return !hip_emu().imported.empty();
 }
 
-/* Blocks run one after the other; those that rest go on when all have begun, and when other streams' work has run. */
-static void hip_emu_run(dim3 grid, dim3 block, size_t dynamic_bytes, unsigned wave,
+/* A turn of each block that rests.   Returns whether one has left or arrived somewhere. */
+static bool hip_emu_go_on(std::vector<std::unique_ptr<hip_emu_machine> > *resting, bool others_ran) {
+    const size_t n = resting->size();
+    const uint64_t arrivals = hip_emu_all_arrivals;
+    for (size_t i = 0; i < resting->size();) {
+        hip_emu_machine *m = (*resting)[i].get();
+        m->others_ran = others_ran;
+        if (!hip_emu_continue(m)) i++;
+        else {
+            hip_emu_idle.push_back(std::move((*resting)[i]));
+            resting->erase(resting->begin() + static_cast<std::ptrdiff_t>(i));
+        }
+    }
+    return resting->size() < n || hip_emu_all_arrivals != arrivals;
+}
+
+/* Blocks run one after the other; those that rest go on when all have begun, of a cluster when its blocks have, and when
+ * other streams' work has run. cluster: 0, or how many blocks along y are one. */
+static void hip_emu_run(dim3 grid, dim3 block, size_t dynamic_bytes, unsigned cluster, unsigned wave,
                         const std::function<void()> &body) {
     std::vector<std::unique_ptr<hip_emu_machine> > resting;
+    const unsigned each = cluster ? cluster : 1;
+    const uint64_t launch = ++hip_emu().launches, n_blocks = static_cast<uint64_t>(grid.x) * grid.y * grid.z;
+    std::vector<hip_emu_cluster> clusters(cluster ? static_cast<size_t>(n_blocks / each) : 0);
     hip_emu_machine like;
     like.grid = grid;
     like.block = block;
@@ -1467,13 +1543,17 @@ static void hip_emu_run(dim3 grid, dim3 block, size_t dynamic_bytes, unsigned wa
     bool flip = like.n_threads >= 128 && hip_emu().flip && --hip_emu().flip == 0, goes_on = true;
     hip_emu_copy before;
     if (flip) before = hip_emu_copy_memory();
-    const uint64_t launch = ++hip_emu().launches, n_blocks = static_cast<uint64_t>(grid.x) * grid.y * grid.z;
+    for (size_t i = 0; i < clusters.size(); i++) clusters[i].blocks.resize(each), clusters[i].left.resize(each);
     for (uint64_t i = 0; i < n_blocks; i++) {
-        const uint64_t b = launch / 2 % 2 ? n_blocks - 1 - i : i;
-        const dim3 index(static_cast<unsigned>(b % grid.x), static_cast<unsigned>(b / grid.x % grid.y),
-                         static_cast<unsigned>(b / grid.x / grid.y));
+        const uint64_t b = launch / 2 % 2 ? n_blocks - 1 - i : i, c = b / each;
+        const unsigned rank = static_cast<unsigned>(b % each);
+        const dim3 index(static_cast<unsigned>(c % grid.x), static_cast<unsigned>(c / grid.x % (grid.y / each)) * each + rank,
+                         static_cast<unsigned>(c / grid.x / (grid.y / each)));
+        like.cluster = cluster ? &clusters[static_cast<size_t>(c)] : nullptr;
+        like.rank = rank;
         std::unique_ptr<hip_emu_machine> m = hip_emu_begin(like, index, wave, launch);
         (hip_emu_continue(m.get()) ? hip_emu_idle : resting).push_back(std::move(m));
+        while (cluster && (i + 1) % each == 0 && hip_emu_go_on(&resting, true)) {}
     }
     if (!resting.empty() && hip_emu().rccl == HIP_EMU_RCCL_FAST) {
         const struct timespec nap = {0, 10000000};
@@ -1481,16 +1561,8 @@ static void hip_emu_run(dim3 grid, dim3 block, size_t dynamic_bytes, unsigned wa
     }
     hip_emu().n_resting++;
     while (!resting.empty()) {
-        const size_t n = resting.size();
-        for (size_t i = 0; i < resting.size();) {
-            resting[i]->others_ran = goes_on;
-            if (!hip_emu_continue(resting[i].get())) i++;
-            else {
-                hip_emu_idle.push_back(std::move(resting[i]));
-                resting.erase(resting.begin() + static_cast<std::ptrdiff_t>(i));
-            }
-        }
-        goes_on = resting.empty() || resting.size() < n || hip_emu_run_other() || hip_emu_others();
+        const bool moved = hip_emu_go_on(&resting, goes_on);
+        goes_on = resting.empty() || moved || hip_emu_run_other() || hip_emu_others();
     }
     hip_emu().n_resting--;
     if (flip) hip_emu_flip_change(before);
@@ -1508,8 +1580,8 @@ template <class... P> struct hip_emu_closure { /* a kernel with its arguments, e
 };
 
 template <class... P, class... A>
-static hipError_t hip_emu_launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t dynamic_bytes, hipStream_t s,
-                                 A... args) {
+static hipError_t hip_emu_launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t dynamic_bytes, unsigned cluster,
+                                 hipStream_t s, A... args) {
     HIP_EMU_LOCK;
     hipError_t r = hip_emu_call();
     if (r != hipSuccess) return r;
@@ -1517,11 +1589,11 @@ static hipError_t hip_emu_launch(void (*kernel)(P...), dim3 grid, dim3 block, si
     if ((*s)->device != hip_emu_device) return hipErrorInvalidHandle;
     unsigned n = block.x * block.y * block.z, wave = hip_emu_device % 2 == 0 ? 32 : 64;
     if (n == 0 || n > hip_emu_max_threads || grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y > 65535 ||
-        grid.z > 65535)
+        grid.z > 65535 || (cluster && (cluster > 8 || grid.y % cluster)))
         return hipErrorInvalidValue;
     hip_emu_closure<P...> closure = {kernel, std::tuple<P...>(args...)};
     std::function<void()> body = closure;
-    return hip_emu_enqueue(s, [=] { hip_emu_run(grid, block, dynamic_bytes, wave, body); });
+    return hip_emu_enqueue(s, [=] { hip_emu_run(grid, block, dynamic_bytes, cluster, wave, body); });
 }
 
 /* ---- controls ---- */
