@@ -2411,7 +2411,7 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_DRAW_BLOCK) rfk_draw(
 }
 
 /* The router, RF_OP_ROUTE: top-k experts of a row and their weights.   grid rows   block WAVE
- * Sums over all experts are lane by lane, sums over the chosen ones in order. */
+ * Sums are lane by lane. */
 struct rfk_route_args {
     const float *logits;
     const uint8_t *bias; /* NULL: none */
@@ -2492,7 +2492,7 @@ RFK_DEVICE uint32_t rfk_route_is_lost(const rfk_route_args &a, float x) {
 }
 /* x, which is to be divided by a sum. */
 RFK_DEVICE float rfk_route_divide(float x, float sum) { return x / (sum > 6.103515625e-5f ? sum : 6.103515625e-5f); }
-/* From what rfk_route_value made of the chosen experts' logits to their weights, a lane each, by one wave. */
+/* From the chosen experts' logits (late) or values to their weights, a lane each, by one wave. */
 template <int WAVE>
 RFK_DEVICE void rfk_route_weights(float *chosen, const rfk_route_args &a, bool late, float *weights) {
     float top = -INFINITY, sum = 0;
@@ -5318,7 +5318,8 @@ template <int TYPE, int WAVE, bool DOWN>
 RFK_DEVICE void rfk_find_choices(const rfk_mixture_args &a, rfk_mixture_shared &s) {
     const uint32_t k = threadIdx.x % WAVE, n_used = a.e.n_used;
     if (k == 0 && a.n_shared) {
-        s.w[0][n_used] = a.shared[0], s.w[1][n_used] = a.shared[1];
+        rfk_copy_weight<TYPE>(s.w[0][n_used], a.shared[0]);
+        if (!DOWN) rfk_copy_weight<TYPE>(s.w[1][n_used], a.shared[1]);
         s.factor[0][n_used] = s.factor[1][n_used] = 1; /* shared experts have no factor and no bias */
         s.weight[n_used] =
             a.shared_scale * (a.share ? 1.0f / (1.0f + expf(-a.share[(size_t)blockIdx.y * a.share_stride])) : 1.0f);
@@ -10839,7 +10840,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_angles(rfk_angles_args a) {
     out[2 * i + 1] = s * of.scale;
 }
 
-#define RFK_DECODE_CELLS 64u /* positions of a split, at least */
+#define RFK_DECODE_CELLS 64u /* positions of a split, at least; half as many in a cluster */
 #define RFK_DECODE_GROUP 4u  /* queries of a block, at most: larger groups take two, which read the same cells */
 #define RFK_DECODE_NEAR 1024u /* positions: rows of up to so many have RFK_CLUSTER splits at most, where clusters are */
 #define RFK_CLUSTER 8u       /* blocks of a cluster, at most: every GPU that has clusters has room for these */
@@ -10852,13 +10853,14 @@ struct rfk_decode_attention_args {
     void *k_state, *v_state; /* [seq][kv head][n_cells][dim]: position p in cell p % n_cells */
     float *out;
     float *part;       /* of splits: rfk_decode_part */
-    uint32_t *tickets; /* [row][kv head] counters of finished splits; 0 between launches */
+    uint32_t *tickets; /* [row][column] counters of finished splits; 0 between launches */
     rfk_int8_rows x8;  /* the output, quantized; NULL: not wanted */
     const rf_step_row *rows;
     uint32_t norm_type[2], n_heads, n_kv_heads, head_dim, n_rot, neox, n_cells;
     uint32_t q_stride, k_stride, v_stride, out_stride; /* from row to row */
     uint32_t n_shared;                            /* rows that share the grid's splits; 0: each has the same number */
-    uint32_t group, halves, column;               /* queries of a KV head; 1: in two columns; of a column, at most */
+    uint32_t group;                               /* queries of a KV head */
+    uint32_t is_halved, per_column;               /* 1: in two columns of the grid; queries of one, at most */
     uint32_t n_near;                              /* rows of up to so many positions have RFK_CLUSTER splits at most */
     uint32_t is_cluster;                          /* the splits of a row are a cluster */
     uint32_t is_stored;                           /* the step's keys and values are in their cells already */
@@ -10964,9 +10966,9 @@ struct rfk_decode_heads {
     uint32_t kv_head, first, n;
 };
 RFK_DEVICE rfk_decode_heads rfk_decode_heads_of(const rfk_decode_attention_args &a) {
-    const uint32_t x = rfk_computed_here(blockIdx.x), kv_head = x >> a.halves, at = (x & a.halves) * a.column,
-                   left = a.group - at;
-    const rfk_decode_heads heads = {kv_head, kv_head * a.group + at, left < a.column ? left : a.column};
+    const uint32_t x = rfk_uniform(rfk_computed_here(blockIdx.x)), kv_head = x >> a.is_halved,
+                   at = (x & a.is_halved) * a.per_column, left = a.group - at;
+    const rfk_decode_heads heads = {kv_head, kv_head * a.group + at, left < a.per_column ? left : a.per_column};
     return heads;
 }
 
@@ -11330,7 +11332,7 @@ template <int G, int PER>
 RFK_DEVICE bool rfk_decode_last(rfk_decode_shared<G, PER> &s, const rfk_decode_attention_args &a, uint32_t row) {
     uint32_t *ticket = a.tickets + row * gridDim.x + blockIdx.x;
 #if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
-    __syncthreads(); /* what a thread releases, the block has written */
+    __syncthreads(); /* so that thread 0 releases what the whole block wrote */
     if (threadIdx.x == 0) {
         uint32_t before;
         asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(ticket) : "memory");
@@ -11352,7 +11354,7 @@ RFK_DEVICE bool rfk_decode_last(rfk_decode_shared<G, PER> &s, const rfk_decode_a
 #endif
 }
 
-/* Parts of other blocks: not from L1, which does not see their writes. */
+/* Parts of other blocks, past L1: they are read once. */
 RFK_DEVICE float4 rfk_decode_load_part(const float *p) {
 #if defined(RFK_NVIDIA)
     return __ldcg(reinterpret_cast<const float4 *>(p));
@@ -11510,7 +11512,6 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_decode_keys(rfk_decode_attenti
     rfk_decode_norms<1, PER>(s, a);
     rfk_start_next();
     rfk_wait_previous();
-    a.halves = a.group = a.column = 0; /* no queries: grid column x is KV head x */
     rfk_decode_queries<WAVE, 1, PER>(s, a, blockIdx.z, true, pairs);
     __syncthreads();
     const size_t head = rfk_decode_raw<KV, PER>::row(1, a.head_dim) *
@@ -11525,11 +11526,13 @@ RFK_DEVICE uint32_t rfk_decode_cut(uint32_t n, uint32_t most, uint32_t min) {
     return cells < min ? min : (cells + 31) / 32 * 32;
 }
 
-/* The same, at least, of a row with n visible positions. pass: those that a block takes at a time. Clusters join their
- * splits fast: rows of few positions take smaller splits, and larger ones later, to stay in a cluster. */
+/* The least positions of a split, for a row with n visible ones. pass: those that a block takes at a time. Clusters
+ * join their splits fast: rows of few positions take smaller splits (rfk_used_splits), and larger ones later, to stay in
+ * a cluster. */
 RFK_DEVICE uint32_t rfk_decode_min(uint32_t n, uint32_t pass, uint32_t n_near) {
     const uint32_t far = pass > RFK_DECODE_CELLS ? pass : RFK_DECODE_CELLS,
-                   near = (n + RFK_CLUSTER - 1) / RFK_CLUSTER, cells = near < pass ? pass : (near + 31) / 32 * 32;
+                   least = pass > RFK_DECODE_CELLS / 2 ? pass : RFK_DECODE_CELLS / 2,
+                   near = (n + RFK_CLUSTER - 1) / RFK_CLUSTER, cells = near < least ? least : (near + 31) / 32 * 32;
     return n <= n_near ? cells : far;
 }
 
@@ -11549,7 +11552,7 @@ RFK_DEVICE uint32_t rfk_decode_splits_of(const rfk_decode_rows &of, uint32_t row
     return (n + cells - 1) / cells;
 }
 
-/* The share of block blockIdx.y of a KV head, found by a wave: of the smallest room, about, with which the grid is
+/* The share of block blockIdx.y of a column, found by a wave: of the smallest room, about, with which the grid is
  * large enough. Called: one copy for all kernels. */
 template <int WAVE> RFK_CALLED void rfk_decode_find_share(rfk_decode_share *to, rfk_decode_rows of) {
     const uint32_t lane = threadIdx.x % WAVE;
@@ -11610,12 +11613,12 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, 2) rfk_decode_attention(rfk_decod
     if (a.window && n > a.window) seen = (n - a.window) % a.n_cells, n = a.window;
     const uint32_t cells = rfk_decode_cut(n, share.most, rfk_decode_min(n, pass, a.n_near)),
                    n_splits = (n + cells - 1) / cells, begin = seen + share.split * cells;
-    if (share.split >= n_splits) return; /* a kernel ends when others, that wait for the previous one, have ended */
+    if (share.split >= n_splits) return; /* split 0 waits for the previous kernel, so this one ends after it */
     const uint32_t all = seen + n, end = begin + cells < all ? begin + cells : all, lane = threadIdx.x % PER,
                    slot = threadIdx.x / PER;
     const bool owns_key = end == all && !a.is_stored, inside = lane * 8 < a.head_dim;
     const size_t head = rfk_decode_raw<KV, PER>::row(1, a.head_dim) *
-                        ((size_t)row.seq * a.n_kv_heads + (blockIdx.x >> a.halves)) * a.n_cells;
+                        ((size_t)row.seq * a.n_kv_heads + (blockIdx.x >> a.is_halved)) * a.n_cells;
     const rfk_decode_cells<KV> in = {(const KV *)a.k_state + head + lane * 8, (const KV *)a.v_state + head + lane * 8,
                                      end, !inside ? 0 : owns_key ? all - 1 : end, owns_key ? all - 1 : RF_NONE};
     rfk_decode_work<KV, G, PER> work;
@@ -13094,13 +13097,14 @@ struct rf_prepared {
     uint32_t n_ropes;
     float *angles, *decode_part, *kept_logits;
     rfk_best_value *best; /* [RFK_ARGMAX_PARTS] */
-    uint32_t *tickets, n_tickets; /* of fused attention: one a KV head */
+    uint32_t *tickets, n_tickets; /* of fused attention: one a column of its grid */
     uint32_t *differ;
     uint32_t *now;       /* of the step: rfk_members_args */
     float **parts;       /* [2][n - 1] of even and odd turns: where the other members have this one's without flags */
     hipGraphExec_t graph[RFK_MAX_GRAPHS];
     uint32_t n_graphs, graphs_checked, graph_config;
-    uint32_t graph_positions, n_near; /* for rows of so many, at most; steps in a row that a graph for fewer could do */
+    uint32_t graph_positions;         /* of a row, at most */
+    uint32_t near_steps;              /* in a row that a graph for fewer positions could do */
     int capturing, no_graphs;
     rfk_tuning tuning;
     uint32_t n_launched; /* kernels by rfk_enqueue, captured ones included */
@@ -15825,17 +15829,17 @@ static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) 
     a.scale = att->scale;
     a.softcap = att->softcap * RFK_LOG2_E;
     a.softcap_factor = att->softcap == 0 ? 0 : 2 / att->softcap; /* 2 log2(e) / (softcap log2(e)) */
-    a.group = att->n_heads / att->n_kv_heads;
-    a.halves = a.group > RFK_DECODE_GROUP;
-    a.column = a.halves ? (a.group + 1) / 2 : a.group;
     a.n_near = p->dev->clusters ? RFK_DECODE_NEAR : 0;
     rfk_config c = {dim3(att->n_kv_heads, 1, l->n_rows), dim3(RFK_BLOCK), 0, rfk_early_carveout(l), l->q->stream, 0};
-    if (a.is_stored) {
+    if (a.is_stored) { /* no queries yet: column x is KV head x */
         void (*keys)(rfk_decode_attention_args) = RFK_BY_WAVE(l, rfk_find_decode_keys<32>(p->cache_type, op),
                                                               rfk_find_decode_keys<64>(p->cache_type, op));
         const rf_result r = rfk_enqueue_config(l, keys, c, a);
         if (r != RF_OK) return r;
     }
+    a.group = att->n_heads / att->n_kv_heads;
+    a.is_halved = a.group > RFK_DECODE_GROUP;
+    a.per_column = a.is_halved ? (a.group + 1) / 2 : a.group;
     a.n_shared = l->n_rows > RFK_FEW_MAX ? l->n_rows : 0;
     a.is_cluster = !a.n_shared && rfk_is_near(p, a.window);
     c.grid = dim3(rfk_decode_columns(att), rfk_used_splits(p, a.window), l->n_rows);
@@ -16230,7 +16234,7 @@ static void rfk_capture(rf_prepared *p, rf_queue *q, const rf_step *step) {
     if (p->graph_config != p->stats.config) p->graphs_checked = 0; /* the driver may be wrong about others */
     p->graph_config = p->stats.config;
     p->graph_positions = p->positions;
-    p->n_near = 0;
+    p->near_steps = 0;
     p->tuning.n_steps = 0; /* a graph's first replay is slower */
     p->capturing = 1;
     rfk_begin_fused(p, 0, p->n_fused);
@@ -16308,9 +16312,9 @@ static rf_result rfk_check_replay(rf_prepared *p, rf_queue *q, const rf_step *st
 /* Capture a decode step if weights have moved, the config has changed, or the sequence has outgrown the graph; also if
  * one for fewer positions has been enough for some steps.   Returns whether it can be replayed */
 static int rfk_ready_graphs(rf_prepared *p, rf_queue *q, const rf_step *step) {
-    p->n_near = p->positions < p->graph_positions ? p->n_near + 1 : 0;
+    p->near_steps = p->positions < p->graph_positions ? p->near_steps + 1 : 0;
     if (p->n_graphs == 0 || p->graph_config != p->stats.config || p->positions > p->graph_positions ||
-        p->n_near > RFK_NEAR_STEPS ||
+        p->near_steps > RFK_NEAR_STEPS ||
         p->graph_generation != __atomic_load_n(&p->table->generation, __ATOMIC_RELAXED))
         rfk_capture(p, q, step);
     return p->n_graphs > 0;

@@ -490,6 +490,7 @@ HIP_EMU_UNCHECKED static inline void hip_emu_arrive_at_cluster() {
 }
 HIP_EMU_UNCHECKED static inline void hip_emu_wait_for_cluster() {
     hip_emu_machine *m = hip_emu_here;
+    if (!m->cluster) hip_emu_die("a block that is alone waits at a cluster's barrier");
     const unsigned phase = ++m->self->cluster_waits;
     for (;;) {
         bool all = true;
@@ -503,7 +504,8 @@ HIP_EMU_UNCHECKED static inline void hip_emu_wait_for_cluster() {
 
 /* Where block `rank` of the cluster has what is at p in this block's shared memory. */
 static const void *hip_emu_of_cluster(const void *p, unsigned rank) {
-    const hip_emu_machine *m = hip_emu_here, *of = rank < m->cluster->blocks.size() ? m->cluster->blocks[rank] : nullptr;
+    const hip_emu_machine *m = hip_emu_here,
+                          *of = m->cluster && rank < m->cluster->blocks.size() ? m->cluster->blocks[rank] : nullptr;
     if (!of) hip_emu_die("shared memory of a block that has left, or is not there");
     const char *at = static_cast<const char *>(p);
     for (size_t i = 0; i < m->shared.size(); i++) {

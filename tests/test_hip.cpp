@@ -3058,6 +3058,9 @@ static void test_attention_of_rows() {
         {2, 1, 256, RF_CACHE_Q8_0, true, false, 150, 40, 2, 33},
         {1, 1, 64, RF_CACHE_F16, false, false, 0, 130, 1, 5}, /* by ops, as larger steps */
         {4, 2, 96, RF_CACHE_F32, true, false, 0, 100, 5, 80},
+        {2, 1, 256, RF_CACHE_F32, true, false, 0, 4, 4, 5}, /* few positions: splits of a cluster */
+        {2, 1, 128, RF_CACHE_F32, true, false, 0, 4, 4, 5},
+        {2, 1, 256, RF_CACHE_F32, true, false, 0, 4, 4, 9},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i += stride)
         for (uint32_t index = 0; index < devices.size(); index++) {
