@@ -11527,8 +11527,8 @@ RFK_DEVICE uint32_t rfk_decode_cut(uint32_t n, uint32_t most, uint32_t min) {
 }
 
 /* The least positions of a split, for a row with n visible ones. pass: those that a block takes at a time. Clusters
- * join their splits fast: rows of few positions take smaller splits (rfk_used_splits), and larger ones later, to stay in
- * a cluster. */
+ * join their splits fast: rows of few positions take smaller splits (rfk_used_splits), and larger ones later, to stay
+ * in a cluster. */
 RFK_DEVICE uint32_t rfk_decode_min(uint32_t n, uint32_t pass, uint32_t n_near) {
     const uint32_t far = pass > RFK_DECODE_CELLS ? pass : RFK_DECODE_CELLS,
                    least = pass > RFK_DECODE_CELLS / 2 ? pass : RFK_DECODE_CELLS / 2,
