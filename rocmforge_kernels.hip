@@ -1570,8 +1570,9 @@ RFK_DEVICE int rfk_join_bytes(const uint32_t *w) {
 #endif
 }
 
-/* The larger of `top` and the bits of |x| for n values: as integers, NaN > infinity > all numbers. */
-RFK_DEVICE uint32_t rfk_largest(const float *x, int n, uint32_t top) {
+/* The largest bits of |x| of n values: as integers, NaN > infinity > all numbers. */
+RFK_DEVICE uint32_t rfk_largest(const float *x, int n) {
+    uint32_t top = 0;
     for (int k = 0; k < n; k++) {
         const uint32_t bits = rfk_as_bits(x[k]) & 0x7fffffffu;
         top = bits > top ? bits : top;
@@ -1601,7 +1602,7 @@ RFK_DEVICE int rfk_quantize_four(const float *x, const rfk_int8_scale &s) {
 /* Quantize a group of 32, four values a lane in eight adjacent lanes.   Returns the lane's four int8; the group's d,
  * and the sum of q over the lane's half of the group. All lanes of the wave must take part. */
 template <int WAVE> RFK_DEVICE int rfk_quantize_lane(const float *x, float *d_out, int *sum_out) {
-    uint32_t top = rfk_largest(x, 4, 0);
+    uint32_t top = rfk_largest(x, 4);
     for (int mask = 1; mask < 8; mask *= 2) {
         uint32_t bits = rfk_shuffle_xor<WAVE>(top, mask);
         top = bits > top ? bits : top;
@@ -1622,7 +1623,7 @@ struct rfk_int8_chunk {
     int sum, other; /* of q, and of the other half of the group */
 };
 template <int WAVE> RFK_DEVICE void rfk_quantize_chunk(const float *x, rfk_int8_chunk &to) {
-    uint32_t top = rfk_largest(x, 16, 0);
+    uint32_t top = rfk_largest(x, 16);
     const uint32_t bits = rfk_shuffle_xor<WAVE>(top, 1);
     const rfk_int8_scale scale = rfk_scale_of(bits > top ? bits : top);
     to.q.x = rfk_quantize_four(x, scale), to.q.y = rfk_quantize_four(x + 4, scale);
@@ -2421,13 +2422,21 @@ struct rfk_route_args {
     uint32_t bias_type, in_stride, out_stride, n_experts, n_used, n_groups, n_groups_used, flags;
     float scale;
 };
-/* What a logit becomes before softmax's sum divides it. */
 RFK_CALLED float rfk_sqrt_softplus(float x) { return sqrtf(x > 20.0f ? x : log1pf(expf(x))); }
-RFK_DEVICE float rfk_route_value(uint32_t flags, float x, float top) {
-    if (flags & RF_OP_SQRT_SOFTPLUS) return rfk_sqrt_softplus(x);
+/* What N logits become before softmax's sum divides them. No branch stands between the values: their latencies
+ * overlap. */
+template <int N> RFK_DEVICE void rfk_route_values(uint32_t flags, float *x, float top) {
+    if (flags & RF_OP_SQRT_SOFTPLUS) {
+        RFK_UNROLL(8)
+        for (int j = 0; j < N; j++) x[j] = rfk_sqrt_softplus(x[j]);
+        return;
+    }
     const bool sigmoid = (flags & RF_OP_SIGMOID) != 0;
-    const float v = expf(sigmoid ? -x : x - top); /* one copy of it: kernels have many */
-    return sigmoid ? 1.0f / (1.0f + v) : v;
+    RFK_UNROLL(8)
+    for (int j = 0; j < N; j++) x[j] = expf(sigmoid ? -x[j] : x[j] - top);
+    if (!sigmoid) return;
+    RFK_UNROLL(8)
+    for (int j = 0; j < N; j++) x[j] = 1.0f / (1.0f + x[j]);
 }
 struct rfk_route_shared {
     float p[RF_MAX_EXPERTS], score[RF_MAX_EXPERTS], group[RF_MAX_EXPERTS], weight[RF_MAX_EXPERTS];
@@ -2480,32 +2489,32 @@ template <int WAVE> RFK_DEVICE void rfk_route_groups(rfk_route_shared &s, const 
     for (uint32_t i = threadIdx.x; i < a.n_experts; i += WAVE) s.taken[i] = !s.out[i / size];
     __syncthreads();
 }
-/* Whether weights are the softmax of the chosen experts' logits alone. Where the weights of a softmax of all are
- * divided by their sum, that is the same: the others cancel. */
-RFK_DEVICE bool rfk_route_is_late(const rfk_route_args &a) {
+/* Whether weights are the softmax of the chosen experts' logits alone. Where a softmax of all comes first and the
+ * chosen weights are divided by their sum, that is the same: the other experts cancel. */
+RFK_DEVICE bool rfk_softmax_after_top_k(const rfk_route_args &a) {
     if (a.flags & (RF_OP_SIGMOID | RF_OP_SQRT_SOFTPLUS)) return false;
     return (a.flags & RF_OP_CHOSEN) || ((a.flags & RF_OP_NORMALIZE) && !a.bias && !a.fixed && a.n_groups <= 1);
 }
-/* Whether a logit makes every weight NaN, as in a softmax of all. */
-RFK_DEVICE uint32_t rfk_route_is_lost(const rfk_route_args &a, float x) {
+/* Whether a logit makes every weight NaN: in a softmax of all experts it does. */
+RFK_DEVICE uint32_t rfk_spoils_softmax(const rfk_route_args &a, float x) {
     return !(a.flags & (RF_OP_SIGMOID | RF_OP_SQRT_SOFTPLUS | RF_OP_CHOSEN)) && !(x < INFINITY);
 }
 /* x, which is to be divided by a sum. */
 RFK_DEVICE float rfk_route_divide(float x, float sum) { return x / (sum > 6.103515625e-5f ? sum : 6.103515625e-5f); }
-/* From the chosen experts' logits (late) or values to their weights, a lane each, by one wave. */
+/* From the chosen experts' logits (softmax after top-k) or values to their weights, a lane each, by one wave. */
 template <int WAVE>
-RFK_DEVICE void rfk_route_weights(float *chosen, const rfk_route_args &a, bool late, float *weights) {
+RFK_DEVICE void rfk_route_weights(float *chosen, const rfk_route_args &a, bool after_top_k, float *weights) {
     float top = -INFINITY, sum = 0;
     const uint32_t lane = threadIdx.x % WAVE;
     for (uint32_t k = lane; k < a.n_used; k += WAVE) top = chosen[k] > top ? chosen[k] : top;
-    if (late) top = rfk_wave_max<WAVE>(top);
+    if (after_top_k) top = rfk_wave_max<WAVE>(top);
     for (uint32_t k = lane; k < a.n_used; k += WAVE) {
-        if (late) chosen[k] = expf(chosen[k] - top);
+        if (after_top_k) chosen[k] = expf(chosen[k] - top);
         sum += chosen[k];
     }
     sum = rfk_wave_sum<WAVE>(sum);
     for (uint32_t k = lane; k < a.n_used; k += WAVE) {
-        const float weight = late || (a.flags & RF_OP_NORMALIZE) ? rfk_route_divide(chosen[k], sum) : chosen[k];
+        const float weight = after_top_k || (a.flags & RF_OP_NORMALIZE) ? rfk_route_divide(chosen[k], sum) : chosen[k];
         weights[k] = a.scale != 0 ? weight * a.scale : weight;
     }
 }
@@ -2515,16 +2524,19 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_route(rfk_route
     RFK_SHARED(rfk_route_shared, s);
     const float *in = a.logits + (size_t)blockIdx.x * a.in_stride;
     float *out = a.out + (size_t)blockIdx.x * a.out_stride, top = -INFINITY, sum = 0;
-    const bool late = rfk_route_is_late(a), softmax = !late && !(a.flags & (RF_OP_SIGMOID | RF_OP_SQRT_SOFTPLUS));
-    uint32_t lost = 0;
+    const bool after_top_k = rfk_softmax_after_top_k(a),
+               softmax = !after_top_k && !(a.flags & (RF_OP_SIGMOID | RF_OP_SQRT_SOFTPLUS));
+    uint32_t spoilt = 0;
     for (uint32_t i = threadIdx.x; i < a.n_experts; i += WAVE) {
         top = in[i] > top ? in[i] : top;
-        lost |= rfk_route_is_lost(a, in[i]);
+        spoilt |= rfk_spoils_softmax(a, in[i]);
     }
     top = rfk_wave_max<WAVE>(top);
-    lost = rfk_wave_max<WAVE>(lost);
+    spoilt = rfk_wave_max<WAVE>(spoilt);
     for (uint32_t i = threadIdx.x; i < a.n_experts; i += WAVE) {
-        s.p[i] = lost ? NAN : late ? in[i] : rfk_route_value(a.flags, in[i], top);
+        s.p[i] = in[i];
+        if (!after_top_k) rfk_route_values<1>(a.flags, &s.p[i], top);
+        if (spoilt) s.p[i] = NAN;
         sum += s.p[i];
     }
     sum = rfk_wave_sum<WAVE>(sum);
@@ -2548,22 +2560,7 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_route(rfk_route
         }
         __syncthreads();
     }
-    rfk_route_weights<WAVE>(s.weight, a, late, out + a.n_used);
-}
-
-/* rfk_route_value of N logits. No branch divides the values: their latencies overlap. */
-template <int N> RFK_DEVICE void rfk_route_values(uint32_t flags, float *x, float top) {
-    if (flags & RF_OP_SQRT_SOFTPLUS) {
-        RFK_UNROLL(8)
-        for (int j = 0; j < N; j++) x[j] = rfk_sqrt_softplus(x[j]);
-        return;
-    }
-    const bool sigmoid = (flags & RF_OP_SIGMOID) != 0;
-    RFK_UNROLL(8)
-    for (int j = 0; j < N; j++) x[j] = expf(sigmoid ? -x[j] : x[j] - top);
-    if (!sigmoid) return;
-    RFK_UNROLL(8)
-    for (int j = 0; j < N; j++) x[j] = 1.0f / (1.0f + x[j]);
+    rfk_route_weights<WAVE>(s.weight, a, after_top_k, out + a.n_used);
 }
 
 /* rfk_route of a row without groups, by one wave of a block: lane k gets the k-th of a.n_used <= WAVE choices. Other
@@ -2579,10 +2576,10 @@ template <int WAVE, int N>
 RFK_CALLED rfk_chosen rfk_choose_of(rfk_route_args a, uint32_t row, float *values) {
     const float *logits = a.logits + (size_t)row * a.in_stride;
     const uint32_t lane = threadIdx.x % WAVE;
-    const bool inside = lane < a.n_used, late = rfk_route_is_late(a),
-               softmax = !late && !(a.flags & (RF_OP_SIGMOID | RF_OP_SQRT_SOFTPLUS));
+    const bool inside = lane < a.n_used, after_top_k = rfk_softmax_after_top_k(a),
+               softmax = !after_top_k && !(a.flags & (RF_OP_SIGMOID | RF_OP_SQRT_SOFTPLUS));
     float p[N], bias[N];
-    uint32_t key[N], lost = 0;
+    uint32_t key[N], spoilt = 0;
     RFK_UNROLL(8)
     for (int j = 0; j < N; j++) { /* without branches, so that all loads are on their way at once */
         const uint32_t i = lane + (uint32_t)j * WAVE;
@@ -2595,9 +2592,9 @@ RFK_CALLED rfk_chosen rfk_choose_of(rfk_route_args a, uint32_t row, float *value
         bias[j] = rfk_load_any(a.bias, a.bias_type, i < a.n_experts ? i : a.n_experts - 1);
     }
     RFK_UNROLL(8)
-    for (int j = 0; j < N; j++) lost |= rfk_route_is_lost(a, p[j]);
-    lost = rfk_wave_max<WAVE>(lost);
-    if (!late) {
+    for (int j = 0; j < N; j++) spoilt |= rfk_spoils_softmax(a, p[j]);
+    spoilt = rfk_wave_max<WAVE>(spoilt);
+    if (!after_top_k) {
         float top = -INFINITY, sum = 0;
         RFK_UNROLL(8)
         for (int j = 0; j < N; j++) top = p[j] > top ? p[j] : top;
@@ -2613,7 +2610,7 @@ RFK_CALLED rfk_chosen rfk_choose_of(rfk_route_args a, uint32_t row, float *value
     }
     RFK_UNROLL(8)
     for (int j = 0; j < N; j++) {
-        if (lost) p[j] = NAN;
+        if (spoilt) p[j] = NAN;
         const float score = p[j] + bias[j] + 0.0f; /* no -0 */
         const uint32_t bits = rfk_as_bits(score);
         key[j] = score != score ? 1u : bits >> 31 ? ~bits : bits | 0x80000000u;
@@ -2636,11 +2633,12 @@ RFK_CALLED rfk_chosen rfk_choose_of(rfk_route_args a, uint32_t row, float *value
     }
     rfk_sync_lanes<WAVE>();
     own.weight = inside ? values[own.id] : 0.0f;
-    if (late) {
+    if (after_top_k) {
         const float top = rfk_wave_max<WAVE>(inside ? own.weight : -INFINITY);
         own.weight = inside ? expf(own.weight - top) : 0.0f;
     }
-    if (late || (a.flags & RF_OP_NORMALIZE)) own.weight = rfk_route_divide(own.weight, rfk_wave_sum<WAVE>(own.weight));
+    if (after_top_k || (a.flags & RF_OP_NORMALIZE))
+        own.weight = rfk_route_divide(own.weight, rfk_wave_sum<WAVE>(own.weight));
     if (a.scale != 0) own.weight *= a.scale;
     return own;
 }
@@ -4245,6 +4243,13 @@ RFK_DEVICE void rfk_copy_column(const rfk_fused_args &a, const rfk_column &c, ui
     }
 }
 
+/* Its 1 / rms(y). All threads of the block take part. */
+template <int WAVE>
+RFK_DEVICE float rfk_add_scale(const rfk_add_args &a, const float *y, uint32_t n, rfk_norm_shared &s) {
+    const rfk_norm_row row = {y, n};
+    rfk_norm_part values; /* are loaded again: there are no registers for them */
+    return rfk_norm_scale<WAVE>(row, n, a.eps, values, s);
+}
 /* x += y * scale * w, values 4i .. 4i + 3 of n, with rfk_norm_wide's bits. */
 RFK_DEVICE void rfk_add(const rfk_add_args &a, const float *y, uint32_t i, uint32_t n, float scale, float (&x)[4]) {
     float own[4], w[4];
@@ -4260,11 +4265,7 @@ RFK_DEVICE void rfk_quantize_column(const rfk_fused_args &a, const rfk_column &c
                                     rfk_fused_shared &s, uint32_t threads) {
     const uint32_t n = a.n_in / 4;
     float v[4], d, scale = 0;
-    if (a.add.y) {
-        const rfk_norm_row y = {a.add.y, a.n_in};
-        rfk_norm_part unused;
-        scale = rfk_norm_scale<WAVE>(y, a.n_in, a.add.eps, unused, s.norm);
-    }
+    if (a.add.y) scale = rfk_add_scale<WAVE>(a.add, a.add.y, a.n_in, s.norm);
     RFK_UNROLL(1)
     for (uint32_t first = 0; first < n; first += threads) {
         const uint32_t i = first + threadIdx.x;
@@ -5139,7 +5140,7 @@ struct rfk_mixture_shared {
 
 /* How a lane reads a type: fragments of 64, or for the other types units of 32, whose column has two pieces and a
  * scale. */
-template <int TYPE> struct rfk_mixture_reads {
+template <int TYPE> struct rfk_mixture_reads32 {
     static const int VALUES = 32, ORDER = RFK_ORDER_LINEAR;
     typedef rfk_raw loaded;
     template <int WAVE>
@@ -5172,6 +5173,7 @@ template <int TYPE> struct rfk_mixture_reads {
         return rfk_fma(x.d, sum, total);
     }
 };
+template <int TYPE> struct rfk_mixture_reads : rfk_mixture_reads32<TYPE> {};
 template <int TYPE> struct rfk_mixture_reads64 {
     static const int VALUES = 64, ORDER = rfk_fragments<TYPE>::ORDER;
     typedef typename rfk_fragments<TYPE>::loaded loaded;
@@ -5195,17 +5197,11 @@ RFK_MIXTURE_TYPES64(RFK_READS64)
 #undef RFK_READS64
 
 #if defined(RFK_HAS_PERMUTE)
-/* MXFP4, whose nibbles select bytes of a table as they are: the eight magnitudes, or 0 where the sign is set. Negative
- * weights are looked up and added up apart. So x has the order of the nibbles: those of the lower four bits of a byte,
- * values 0 to 15, and of the upper ones in turn. */
-template <> struct rfk_mixture_reads<RF_TYPE_MXFP4> {
-    static const int VALUES = 32, ORDER = RFK_ORDER_LINEAR;
-    typedef rfk_raw loaded;
-    struct x {
-        int4 piece[2];
-        float d;
-    };
-    /* From values 16i .. 16i + 15 in the lanes of a pair to the order of nibbles. */
+/* MXFP4, whose nibbles select bytes of a table as they are: the eight magnitudes, or 0 where the sign bit is set.
+ * Negative weights are looked up and summed apart. x lies in the order of a byte's nibbles: values 0, 16, 1, 17 ... of
+ * a group of 32. */
+template <> struct rfk_mixture_reads<RF_TYPE_MXFP4> : rfk_mixture_reads32<RF_TYPE_MXFP4> {
+    /* From values 16i .. 16i + 15 in the lanes of a pair to that order. */
     template <int WAVE> RFK_DEVICE int4 order(const int4 &q) {
         const bool odd = threadIdx.x % 2;
         const int first = rfk_shuffle_xor<WAVE>(odd ? q.x : q.z, 1), second = rfk_shuffle_xor<WAVE>(odd ? q.y : q.w, 1);
@@ -5215,14 +5211,6 @@ template <> struct rfk_mixture_reads<RF_TYPE_MXFP4> {
         o.x = (int)rfk_permute(low[0], high[0], 0x5140), o.y = (int)rfk_permute(low[0], high[0], 0x7362);
         o.z = (int)rfk_permute(low[1], high[1], 0x5140), o.w = (int)rfk_permute(low[1], high[1], 0x7362);
         return o;
-    }
-    template <int WAVE>
-    RFK_DEVICE void fetch(const rfk_weight &w, uint32_t row, uint32_t n_in, uint32_t u, loaded &raw) {
-        rfk_format<RF_TYPE_MXFP4>::fetch(w, 0, row * (n_in / 32) + u, raw);
-    }
-    RFK_DEVICE void load_x(const rfk_column &c, uint32_t u, x &to) {
-        to.piece[0] = c.piece[u], to.piece[1] = c.piece[c.n_fragments + u];
-        to.d = c.scale[u];
     }
     RFK_DEVICE float dot(const loaded &raw, const x &x, uint32_t lane, float total) {
         const uint32_t small = rfk_in_register(0x03020100u), large = 0x0c080604u;
@@ -5521,7 +5509,7 @@ static __global__ void RFK_RESIDENT(RFK_MIXTURE_BLOCK(TYPE), 1) rfk_mixture(rfk_
     const uint32_t waves = blockDim.x / WAVE, n_used = a.e.n_used, fillers = blockDim.x - WAVE,
                    thread = threadIdx.x - WAVE, values = DOWN ? n_used * a.e.n_in + a.n_shared : a.e.n_in,
                    chunks = threadIdx.x < WAVE ? 0 : values / 16, /* the first wave fills nothing */
-                   reader = DOWN ? 16 * thread / a.e.n_in : 0;    /* which choice reads the thread's first chunk */
+                   reader = DOWN ? 16 * thread / a.e.n_in : 0; /* of the first chunk: divided before the wait */
     rfk_mixture_shape shape;
     shape.n_items = DOWN ? a.e.n_out : n_used * a.e.n_out + a.n_shared;
     shape.first = blockIdx.x * waves + threadIdx.x / WAVE;
@@ -6528,10 +6516,8 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_few_quanti
     rfk_wait_previous();
     rfk_get4(a.x + (size_t)(a.rows ? a.rows[col] : col) * a.x_stride, i, a.n, x);
     if (a.add.y) {
-        const rfk_norm_row y = {a.add.y + (size_t)col * a.add.y_stride, a.n};
-        rfk_norm_part unused;
-        const float scale = rfk_norm_scale<WAVE>(y, a.n, a.add.eps, unused, s);
-        rfk_add(a.add, y.in, i, a.n, scale, x);
+        const float *y = a.add.y + (size_t)col * a.add.y_stride;
+        rfk_add(a.add, y, i, a.n, rfk_add_scale<WAVE>(a.add, y, a.n, s), x);
         if (inside) rfk_set4(a.add.out + (size_t)col * a.x_stride, i, a.n, x);
     }
     if (a.norm) {
@@ -12721,7 +12707,7 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
         r = rfk_fail(err, RF_ERR_UNSUPPORTED, 0, 0, "%s: %s", d->info.name, d->info.note);
     if (r == RF_OK) r = rfk_run_probe(d, err);
 #if defined(ROCMFORGE_HIP_EMU)
-    d->clusters = d->wave == 32;
+    d->clusters = d->wave == 32; /* and the others join by tickets: tests run both ways */
 #endif
 #if defined(RFK_NVIDIA)
     cudaFuncAttributes kernel;
