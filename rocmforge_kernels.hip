@@ -525,10 +525,47 @@ static rfk_packing rfk_packing_of(uint32_t type) {
 RFK_DEVICE int4 rfk_load16(const uint8_t *p) { return *reinterpret_cast<const int4 *>(p); }
 RFK_DEVICE uint32_t rfk_load4(const uint8_t *p) { return *reinterpret_cast<const uint32_t *>(p); }
 RFK_DEVICE uint16_t rfk_load2(const uint8_t *p) { return *reinterpret_cast<const uint16_t *>(p); }
+RFK_DEVICE float4 rfk_load_float4(const uint8_t *p) { return *reinterpret_cast<const float4 *>(p); }
 RFK_DEVICE float rfk_load_half(const uint8_t *p) { return rfk_from_half(rfk_load2(p)); }
 RFK_DEVICE void rfk_load8bytes(const uint8_t *p, uint32_t *v) {
     uint2 both = *reinterpret_cast<const uint2 *>(p);
     v[0] = both.x, v[1] = both.y;
+}
+
+/* Load what a step reads once: weights of a decode step, keys and values. On NVIDIA it is the first to leave the L2
+ * cache (evict-first), so that kernels' code and what they pass on stay there while all weights pass through: 3 to 5 %
+ * of a step on an H200. Prompts read weights several times. */
+template <class T> RFK_DEVICE T rfk_load_once(const void *p) {
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
+    return __ldcs(reinterpret_cast<const T *>(p));
+#else
+    return *reinterpret_cast<const T *>(p);
+#endif
+}
+/* A place in weights that are read so. */
+struct rfk_once {
+    const uint8_t *p;
+    __device__ __forceinline__ uint32_t operator[](size_t i) const { return rfk_load_once<uint8_t>(p + i); }
+};
+RFK_DEVICE rfk_once operator+(rfk_once w, size_t n) {
+    const rfk_once at = {w.p + n};
+    return at;
+}
+RFK_DEVICE int4 rfk_load16(rfk_once w) { return rfk_load_once<int4>(w.p); }
+RFK_DEVICE float4 rfk_load_float4(rfk_once w) { return rfk_load_once<float4>(w.p); }
+RFK_DEVICE uint32_t rfk_load4(rfk_once w) { return rfk_load_once<uint32_t>(w.p); }
+RFK_DEVICE uint16_t rfk_load2(rfk_once w) { return rfk_load_once<uint16_t>(w.p); }
+RFK_DEVICE void rfk_load8bytes(rfk_once w, uint32_t *v) {
+    const uint2 both = rfk_load_once<uint2>(w.p);
+    v[0] = both.x, v[1] = both.y;
+}
+struct rfk_weight_once {
+    rfk_once plane[4];
+    uint32_t type;
+};
+RFK_DEVICE rfk_weight_once rfk_read_once(const rfk_weight &w) {
+    const rfk_weight_once once = {{{w.plane[0]}, {w.plane[1]}, {w.plane[2]}, {w.plane[3]}}, w.type};
+    return once;
 }
 
 RFK_DEVICE void rfk_nibbles(const int4 &v, int *q) {
@@ -551,12 +588,12 @@ RFK_DEVICE int rfk_subtract4(int q, int offset) {
 RFK_DEVICE int rfk_spread_bit4(uint32_t bits) { return (int)((((bits & 15) * 0x00204081u) & 0x01010101u) << 4); }
 
 /* How a type is read. BLOCK: weights of a block; STRIDE: weights from a unit's first half to its second; SCALES: scales
- * of a unit. */
+ * of a unit. fetch: W is rfk_weight or rfk_weight_once. */
 template <int TYPE> struct rfk_format;
 
 template <> struct rfk_format<RF_TYPE_Q8_0> {
     static const int BLOCK = 32, STRIDE = 16, OFFSET = 0, HAS_MIN = 0, SCALES = 1;
-    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    template <class W> RFK_DEVICE void fetch(const W &w, size_t block, uint32_t u, rfk_raw &r) {
         r.a = rfk_load16(w.plane[0] + (block + u) * 32);
         r.b = rfk_load16(w.plane[0] + (block + u) * 32 + 16);
         r.c = rfk_load2(w.plane[1] + (block + u) * 2);
@@ -571,7 +608,7 @@ template <> struct rfk_format<RF_TYPE_Q8_0> {
 
 template <> struct rfk_format<RF_TYPE_Q4_0> {
     static const int BLOCK = 32, STRIDE = 16, OFFSET = 8, HAS_MIN = 0, SCALES = 1;
-    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    template <class W> RFK_DEVICE void fetch(const W &w, size_t block, uint32_t u, rfk_raw &r) {
         r.a = rfk_load16(w.plane[0] + (block + u) * 16);
         r.c = rfk_load2(w.plane[1] + (block + u) * 2);
     }
@@ -584,7 +621,7 @@ template <> struct rfk_format<RF_TYPE_Q4_0> {
 
 template <> struct rfk_format<RF_TYPE_Q4_1> {
     static const int BLOCK = 32, STRIDE = 16, OFFSET = 0, HAS_MIN = 1, SCALES = 1;
-    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    template <class W> RFK_DEVICE void fetch(const W &w, size_t block, uint32_t u, rfk_raw &r) {
         r.a = rfk_load16(w.plane[0] + (block + u) * 16);
         r.c = rfk_load4(w.plane[1] + (block + u) * 4);
     }
@@ -598,7 +635,7 @@ template <> struct rfk_format<RF_TYPE_Q4_1> {
 
 template <> struct rfk_format<RF_TYPE_Q5_0> {
     static const int BLOCK = 32, STRIDE = 16, OFFSET = 16, HAS_MIN = 0, SCALES = 1;
-    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    template <class W> RFK_DEVICE void fetch(const W &w, size_t block, uint32_t u, rfk_raw &r) {
         r.a = rfk_load16(w.plane[0] + (block + u) * 16);
         r.e = rfk_load4(w.plane[1] + (block + u) * 4);
         r.c = rfk_load2(w.plane[2] + (block + u) * 2);
@@ -614,7 +651,7 @@ template <> struct rfk_format<RF_TYPE_Q5_0> {
 
 template <> struct rfk_format<RF_TYPE_Q5_1> {
     static const int BLOCK = 32, STRIDE = 16, OFFSET = 0, HAS_MIN = 1, SCALES = 1;
-    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    template <class W> RFK_DEVICE void fetch(const W &w, size_t block, uint32_t u, rfk_raw &r) {
         r.a = rfk_load16(w.plane[0] + (block + u) * 16);
         r.e = rfk_load4(w.plane[1] + (block + u) * 4);
         r.c = rfk_load4(w.plane[2] + (block + u) * 4);
@@ -654,8 +691,8 @@ RFK_DEVICE void rfk_k_scales(const int4 &head, uint32_t c, rfk_unit &o) {
 
 template <> struct rfk_format<RF_TYPE_Q4_K> {
     static const int BLOCK = 256, STRIDE = 32, OFFSET = 0, HAS_MIN = 1, SCALES = 1;
-    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
-        const uint8_t *p = w.plane[0] + (block + u / 8) * 144;
+    template <class W> RFK_DEVICE void fetch(const W &w, size_t block, uint32_t u, rfk_raw &r) {
+        const auto p = w.plane[0] + (block + u / 8) * 144;
         r.a = rfk_load16(p + 16 + u % 8 * 16);
         r.b = rfk_load16(p);
     }
@@ -667,8 +704,8 @@ template <> struct rfk_format<RF_TYPE_Q4_K> {
 
 template <> struct rfk_format<RF_TYPE_Q5_K> {
     static const int BLOCK = 256, STRIDE = 32, OFFSET = 0, HAS_MIN = 1, SCALES = 1;
-    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
-        const uint8_t *p = w.plane[0] + (block + u / 8) * 176;
+    template <class W> RFK_DEVICE void fetch(const W &w, size_t block, uint32_t u, rfk_raw &r) {
+        const auto p = w.plane[0] + (block + u / 8) * 176;
         r.a = rfk_load16(p + 48 + u % 8 * 16);
         r.b = rfk_load16(p + 16 + u % 2 * 16);
         r.g = rfk_load16(p);
@@ -688,7 +725,7 @@ template <> struct rfk_format<RF_TYPE_Q5_K> {
 
 template <> struct rfk_format<RF_TYPE_Q6_K> {
     static const int BLOCK = 256, STRIDE = 64, OFFSET = 32, HAS_MIN = 0, SCALES = 2;
-    RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    template <class W> RFK_DEVICE void fetch(const W &w, size_t block, uint32_t u, rfk_raw &r) {
         size_t b = block + u / 8;
         uint32_t i = u % 8, n = i / 4, part = i % 4; /* n: half of the block; part: which 16 of its 64 low bytes */
         r.a = rfk_load16(w.plane[0] + b * 128 + i * 16);
@@ -881,7 +918,7 @@ RFK_DEVICE void rfk_grid1(const uint32_t *v, uint32_t down, int *q) {
 }
 
 template <> struct rfk_format<RF_TYPE_IQ4_NL> {
-    RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    template <class W> RFK_DECODER void fetch(const W &w, size_t block, uint32_t u, rfk_raw &r) {
         r.a = rfk_load16(w.plane[0] + (block + u) * 16);
         r.c = rfk_load2(w.plane[1] + (block + u) * 2);
     }
@@ -896,7 +933,7 @@ template <> struct rfk_format<RF_TYPE_IQ4_NL> {
 };
 
 template <> struct rfk_format<RF_TYPE_IQ4_XS> {
-    RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    template <class W> RFK_DECODER void fetch(const W &w, size_t block, uint32_t u, rfk_raw &r) {
         r.a = rfk_load16(w.plane[0] + (block * 8 + u) * 16);
         rfk_load8bytes(w.plane[1] + (block + u / 8) * 8, r.more);
     }
@@ -914,7 +951,7 @@ template <> struct rfk_format<RF_TYPE_IQ4_XS> {
 RFK_DEVICE float rfk_mxfp4_scale(uint32_t c) { return rfk_as_float(c < 2 ? 0x200000u << c : (c - 1) << 23); }
 template <> struct rfk_format<RF_TYPE_MXFP4> {
     static const int OFFSET = 0, HAS_MIN = 0, SCALES = 1;
-    RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    template <class W> RFK_DECODER void fetch(const W &w, size_t block, uint32_t u, rfk_raw &r) {
         r.a = rfk_load16(w.plane[0] + (block + u) * 16);
         r.c = w.plane[1][block + u];
     }
@@ -929,7 +966,7 @@ template <> struct rfk_format<RF_TYPE_MXFP4> {
 };
 
 template <> struct rfk_format<RF_TYPE_NVFP4> {
-    RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    template <class W> RFK_DECODER void fetch(const W &w, size_t block, uint32_t u, rfk_raw &r) {
         r.a = rfk_load16(w.plane[0] + (block * 2 + u) * 16);
         r.c = rfk_load2(w.plane[1] + (block * 2 + u) * 2);
     }
@@ -951,7 +988,7 @@ template <> struct rfk_format<RF_TYPE_NVFP4> {
 };
 
 /* 32 bytes hold four units of a block of 256, two bits each. */
-RFK_DEVICE void rfk_fetch_quarters(const uint8_t *block, uint32_t u, rfk_raw &r) {
+template <class P> RFK_DEVICE void rfk_fetch_quarters(P block, uint32_t u, rfk_raw &r) {
     r.a = rfk_load16(block + u / 4 * 32);
     r.b = rfk_load16(block + u / 4 * 32 + 16);
 }
@@ -964,7 +1001,7 @@ RFK_DEVICE void rfk_quarters(const rfk_raw &r, uint32_t u, int *q) {
 
 template <> struct rfk_format<RF_TYPE_Q2_K> {
     static const int BLOCK = 256, STRIDE = 16, OFFSET = 0, HAS_MIN = 1, SCALES = 2;
-    RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    template <class W> RFK_DECODER void fetch(const W &w, size_t block, uint32_t u, rfk_raw &r) {
         size_t b = block + u / 8;
         rfk_fetch_quarters(w.plane[0] + b * 64, u % 8, r);
         r.c = rfk_load2(w.plane[1] + b * 16 + u % 8 * 2);
@@ -982,7 +1019,7 @@ template <> struct rfk_format<RF_TYPE_Q2_K> {
 };
 
 template <> struct rfk_format<RF_TYPE_Q3_K> {
-    RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    template <class W> RFK_DECODER void fetch(const W &w, size_t block, uint32_t u, rfk_raw &r) {
         size_t b = block + u / 8;
         rfk_fetch_quarters(w.plane[0] + b * 64, u % 8, r);
         r.g = rfk_load16(w.plane[1] + b * 32);
@@ -1010,7 +1047,7 @@ template <> struct rfk_format<RF_TYPE_Q3_K> {
 };
 
 template <> struct rfk_format<RF_TYPE_IQ3_XXS> {
-    RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    template <class W> RFK_DECODER void fetch(const W &w, size_t block, uint32_t u, rfk_raw &r) {
         rfk_load8bytes(w.plane[0] + (block * 8 + u) * 8, r.more);
         r.c = rfk_load4(w.plane[1] + (block * 8 + u) * 4);
         r.e = rfk_load2(w.plane[2] + (block + u / 8) * 2);
@@ -1029,8 +1066,8 @@ template <> struct rfk_format<RF_TYPE_IQ3_XXS> {
 };
 
 template <> struct rfk_format<RF_TYPE_IQ3_S> {
-    RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
-        const uint8_t *rest = w.plane[1] + (block + u / 8) * 44; /* high bits, signs, scales */
+    template <class W> RFK_DECODER void fetch(const W &w, size_t block, uint32_t u, rfk_raw &r) {
+        const auto rest = w.plane[1] + (block + u / 8) * 44; /* high bits, signs, scales */
         rfk_load8bytes(w.plane[0] + (block * 8 + u) * 8, r.more);
         r.c = rfk_load4(rest + 8 + u % 8 * 4);
         r.e = rest[u % 8];
@@ -1051,7 +1088,7 @@ template <> struct rfk_format<RF_TYPE_IQ3_S> {
 };
 
 template <> struct rfk_format<RF_TYPE_IQ2_XXS> {
-    RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    template <class W> RFK_DECODER void fetch(const W &w, size_t block, uint32_t u, rfk_raw &r) {
         rfk_load8bytes(w.plane[0] + (block * 8 + u) * 8, r.more);
         r.c = rfk_load2(w.plane[1] + (block + u / 8) * 2);
     }
@@ -1069,7 +1106,7 @@ template <> struct rfk_format<RF_TYPE_IQ2_XXS> {
 };
 
 template <> struct rfk_format<RF_TYPE_IQ2_XS> {
-    RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    template <class W> RFK_DECODER void fetch(const W &w, size_t block, uint32_t u, rfk_raw &r) {
         rfk_load8bytes(w.plane[0] + (block * 8 + u) * 8, r.more);
         r.c = w.plane[1][block * 8 + u];
         r.e = rfk_load2(w.plane[2] + (block + u / 8) * 2);
@@ -1090,7 +1127,7 @@ template <> struct rfk_format<RF_TYPE_IQ2_XS> {
 };
 
 template <> struct rfk_format<RF_TYPE_IQ2_S> {
-    RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    template <class W> RFK_DECODER void fetch(const W &w, size_t block, uint32_t u, rfk_raw &r) {
         size_t b = block + u / 8;
         r.more[0] = rfk_load4(w.plane[0] + b * 64 + u % 8 * 4);
         r.more[1] = rfk_load4(w.plane[0] + b * 64 + 32 + u % 8 * 4);
@@ -1115,7 +1152,7 @@ template <> struct rfk_format<RF_TYPE_IQ2_S> {
 };
 
 template <> struct rfk_format<RF_TYPE_IQ1_S> {
-    RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    template <class W> RFK_DECODER void fetch(const W &w, size_t block, uint32_t u, rfk_raw &r) {
         r.c = rfk_load4(w.plane[0] + (block * 8 + u) * 4);
         r.e = rfk_load2(w.plane[1] + (block * 8 + u) * 2);
         r.f = rfk_load2(w.plane[2] + (block + u / 8) * 2);
@@ -1134,8 +1171,8 @@ template <> struct rfk_format<RF_TYPE_IQ1_S> {
 };
 
 template <> struct rfk_format<RF_TYPE_IQ1_M> {
-    RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
-        const uint8_t *p = w.plane[0] + (block + u / 8) * 56;
+    template <class W> RFK_DECODER void fetch(const W &w, size_t block, uint32_t u, rfk_raw &r) {
+        const auto p = w.plane[0] + (block + u / 8) * 56;
         r.c = rfk_load4(p + u % 8 * 4);
         r.e = rfk_load2(p + 32 + u % 8 * 2);
         rfk_load8bytes(p + 48, r.more);
@@ -1168,9 +1205,9 @@ RFK_DEVICE int rfk_digits3(uint32_t bytes, uint32_t n) {
 }
 
 template <> struct rfk_format<RF_TYPE_TQ1_0> {
-    RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    template <class W> RFK_DECODER void fetch(const W &w, size_t block, uint32_t u, rfk_raw &r) {
         size_t b = block + u / 8;
-        const uint8_t *p = w.plane[0] + b * 48;
+        const auto p = w.plane[0] + b * 48;
         r.a = rfk_load16(p + (u % 8 < 5 ? 0 : 32));
         r.b = rfk_load16(p + (u % 8 < 5 ? 16 : 32));
         r.c = rfk_load4(w.plane[1] + b * 4);
@@ -1192,7 +1229,7 @@ template <> struct rfk_format<RF_TYPE_TQ1_0> {
 };
 
 template <> struct rfk_format<RF_TYPE_TQ2_0> {
-    RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    template <class W> RFK_DECODER void fetch(const W &w, size_t block, uint32_t u, rfk_raw &r) {
         rfk_fetch_quarters(w.plane[0] + (block + u / 8) * 64, u % 8, r);
         r.c = rfk_load2(w.plane[1] + (block + u / 8) * 2);
     }
@@ -1205,7 +1242,7 @@ template <> struct rfk_format<RF_TYPE_TQ2_0> {
 };
 
 template <> struct rfk_format<RF_TYPE_Q1_0> {
-    RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    template <class W> RFK_DECODER void fetch(const W &w, size_t block, uint32_t u, rfk_raw &r) {
         r.c = rfk_load4(w.plane[0] + (block * 4 + u) * 4);
         r.e = rfk_load2(w.plane[1] + (block + u / 4) * 2);
     }
@@ -1218,7 +1255,7 @@ template <> struct rfk_format<RF_TYPE_Q1_0> {
 };
 
 template <> struct rfk_format<RF_TYPE_Q2_0> {
-    RFK_DECODER void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {
+    template <class W> RFK_DECODER void fetch(const W &w, size_t block, uint32_t u, rfk_raw &r) {
         rfk_load8bytes(w.plane[0] + (block * 2 + u) * 8, r.more);
         r.c = rfk_load2(w.plane[1] + (block + u / 2) * 2);
     }
@@ -1281,7 +1318,7 @@ static uint32_t rfk_kernel_type(uint32_t type) {
 #define RFK_OTHER_FORMAT(CLASS, TYPES, scales)                                                                       \
     template <> struct rfk_format<CLASS> {                                                                           \
         static const int BLOCK = 32, STRIDE = 16, OFFSET = 0, HAS_MIN = 0, SCALES = scales;                          \
-        RFK_DEVICE void fetch(const rfk_weight &w, size_t block, uint32_t u, rfk_raw &r) {                           \
+        template <class W> RFK_DEVICE void fetch(const W &w, size_t block, uint32_t u, rfk_raw &r) {                 \
             r.type = w.type;                                                                                         \
             switch (w.type) { TYPES(RFK_FETCH_CASE) default: break; }                                                \
         }                                                                                                            \
@@ -1355,10 +1392,9 @@ RFK_DEVICE float rfk_load_any(const uint8_t *p, uint32_t type, size_t i) {
     return type == RF_TYPE_F16 ? rfk_from_half(v) : rfk_as_float((uint32_t)v << 16);
 }
 
-template <int TYPE> RFK_DEVICE void rfk_load8(const uint8_t *p, size_t i, float *v) {
+template <int TYPE, class P> RFK_DEVICE void rfk_load8(P p, size_t i, float *v) {
     if (TYPE == RF_TYPE_F32) {
-        const float4 *f = reinterpret_cast<const float4 *>(p + 4 * i);
-        float4 a = f[0], b = f[1];
+        const float4 a = rfk_load_float4(p + 4 * i), b = rfk_load_float4(p + (4 * i + 16));
         v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
         return;
     }
@@ -3543,6 +3579,7 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_matvec_float(rfk_
     uint32_t row = number * RFK_MATVEC_WAVES + threadIdx.x / WAVE;
     if (row >= p.n_out) return;
     size_t first = (size_t)(p.row0 + row) * a.n_in;
+    const rfk_once once = {p.w.plane[0]};
     const float *x[COLS];
     float sum[COLS];
     for (int c = 0; c < COLS; c++) {
@@ -3554,7 +3591,7 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_matvec_float(rfk_
         RFK_UNROLL(2)
         for (uint32_t i = lane * 8; i < a.n_in; i += WAVE * 8) {
             float w[8], v[8];
-            rfk_load8<TYPE>(p.w.plane[0], first + i, w);
+            rfk_load8<TYPE>(once, first + i, w);
             RFK_UNROLL(COLS)
             for (int c = 0; c < COLS; c++) {
                 rfk_load8<RF_TYPE_F32>(reinterpret_cast<const uint8_t *>(x[c]), i, v);
@@ -4396,9 +4433,10 @@ template <int TYPE> struct rfk_fragments32 {
     template <int WAVE> RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_fragment_at &at) {
         at.o[0] = row * (n_in / 32) + 2 * lane; /* the block: gives the offsets into all planes */
     }
-    RFK_DEVICE void fetch(const rfk_weight &w, const rfk_fragment_at &at, rfk_fragment &o) {
-        const uint8_t *p = w.plane[0] + at.o[0] * B::P0, *p1 = w.plane[1] + at.o[0] * B::P1,
-                      *p2 = w.plane[2] + at.o[0] * B::P2;
+    RFK_DEVICE void fetch(const rfk_weight &weight, const rfk_fragment_at &at, rfk_fragment &o) {
+        const rfk_weight_once w = rfk_read_once(weight);
+        const rfk_once p = w.plane[0] + at.o[0] * B::P0, p1 = w.plane[1] + at.o[0] * B::P1,
+                       p2 = w.plane[2] + at.o[0] * B::P2;
         RFK_UNROLL(4)
         for (int i = 0; i < 2; i++) o.q[i] = rfk_load16(p + 16 * i);
         if (B::P1 == 2) o.s[0] = rfk_load4(p1);
@@ -4448,8 +4486,9 @@ template <int TYPE> struct rfk_fragments_k {
         at.o[0] = (row * (n_in / 256) + lane / 4) * BYTES;
         at.o[1] = at.o[0] + QUANTS + lane % 4 * 32;
     }
-    RFK_DEVICE void fetch(const rfk_weight &w, const rfk_fragment_at &at, rfk_fragment &o) {
-        const uint8_t *head = w.plane[0] + at.o[0], *p = w.plane[0] + at.o[1];
+    RFK_DEVICE void fetch(const rfk_weight &weight, const rfk_fragment_at &at, rfk_fragment &o) {
+        const rfk_weight_once w = rfk_read_once(weight);
+        const rfk_once head = w.plane[0] + at.o[0], p = w.plane[0] + at.o[1];
         o.q[0] = rfk_load16(p);
         o.q[1] = rfk_load16(p + 16);
         o.head = rfk_load16(head);
@@ -4505,7 +4544,8 @@ template <> struct rfk_fragments<RF_TYPE_Q8_0> {
         at.o[1] = n_in / 64;                /* fragments of the row from here on */
         at.o[2] = rfk_active_lanes(at.o[1], WAVE);  /* distance between its halves */
     }
-    RFK_DEVICE void fetch(const rfk_weight &w, const rfk_fragment_at &at, rfk_fragment &o) {
+    RFK_DEVICE void fetch(const rfk_weight &weight, const rfk_fragment_at &at, rfk_fragment &o) {
+        const rfk_weight_once w = rfk_read_once(weight);
         RFK_UNROLL(4)
         for (uint32_t k = 0; k < 4; k++) {
             const uint32_t half = at.o[0] + k * at.o[2];
@@ -4546,8 +4586,9 @@ template <> struct rfk_fragments<RF_TYPE_Q6_K> {
         at.o[1] = half * 32 + odd * 16;
         at.o[2] = half;
     }
-    RFK_DEVICE void fetch(const rfk_weight &w, const rfk_fragment_at &at, rfk_fragment &o) {
-        const uint8_t *low = w.plane[0] + at.o[0];
+    RFK_DEVICE void fetch(const rfk_weight &weight, const rfk_fragment_at &at, rfk_fragment &o) {
+        const rfk_weight_once w = rfk_read_once(weight);
+        const rfk_once low = w.plane[0] + at.o[0];
         o.q[0] = rfk_load16(low);
         o.q[1] = rfk_load16(low + 32);
         o.q[2] = rfk_load16(w.plane[1] + at.o[1]);
@@ -4597,7 +4638,8 @@ template <int TYPE> struct rfk_fragments {
     template <int WAVE> RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_fragment_at &at) {
         at.o[0] = row * (n_in / 32) + lane;
     }
-    RFK_DEVICE void fetch(const rfk_weight &w, const rfk_fragment_at &at, loaded &r) {
+    RFK_DEVICE void fetch(const rfk_weight &weight, const rfk_fragment_at &at, loaded &r) {
+        const rfk_weight_once w = rfk_read_once(weight);
         const uint32_t block = 0, u = at.o[0];
         r.type = ONLY < 0 ? w.type : (uint32_t)ONLY;
         switch (r.type) {
@@ -5006,6 +5048,7 @@ template <int WAVE> RFK_DEVICE void rfk_wave_sums(float *x, float *y) {
 #define RFK_HAS_PAIRS(dev) false
 #endif
 #define RFK_PAIRS_BLOCK 512u
+#define RFK_IS_Q4_K_M(type) ((type) == RF_TYPE_Q4_K || (type) == RF_TYPE_Q6_K)
 #if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
 template <int TYPE, int U>
 RFK_DEVICE void rfk_pairs_block(const rfk_fused_args &a, const rfk_product &p, uint32_t number, uint32_t n_blocks,
@@ -5086,7 +5129,9 @@ RFK_DEVICE void rfk_pairs_block(const rfk_fused_args &a, const rfk_product &p, u
 }
 
 /* grid: the blocks of each product   block RFK_PAIRS_BLOCK   LDS 6 KiB and 1.5 bytes a value of the column
- *   reads W once */
+ *   reads W once
+ * Q4_K_M: no other types than the two of such files. Less code takes less time to fetch: 30B-A3B on an H200 4 %. */
+template <bool Q4_K_M>
 static __global__ void RFK_RESIDENT(RFK_PAIRS_BLOCK, 1) rfk_pairs_matvec(rfk_fused_args a) {
     RFK_SHARED(rfk_fused_shared, s);
     RFK_DYNAMIC(int4, column);
@@ -5096,7 +5141,8 @@ static __global__ void RFK_RESIDENT(RFK_PAIRS_BLOCK, 1) rfk_pairs_matvec(rfk_fus
     const rfk_column c = rfk_column_in(column, a.n_in);
 #define RFK_PAIRS_CASE(TYPE, max) \
     case TYPE: \
-        if (rfk_built<TYPE>::is) rfk_pairs_block<TYPE, max>(a, p, number, n_blocks, c, s); \
+        if (rfk_built<TYPE>::is && (!Q4_K_M || RFK_IS_Q4_K_M(TYPE))) \
+            rfk_pairs_block<TYPE, max>(a, p, number, n_blocks, c, s); \
         break;
     switch (p.type) {
         RFK_FUSED_TYPES(RFK_PAIRS_CASE)
@@ -5145,7 +5191,7 @@ template <int TYPE> struct rfk_mixture_reads32 {
     typedef rfk_raw loaded;
     template <int WAVE>
     RFK_DEVICE void fetch(const rfk_weight &w, uint32_t row, uint32_t n_in, uint32_t u, loaded &raw) {
-        rfk_format<TYPE>::fetch(w, 0, row * (n_in / 32) + u, raw);
+        rfk_format<TYPE>::fetch(rfk_read_once(w), 0, row * (n_in / 32) + u, raw);
     }
     struct x {
         int4 piece[2];
@@ -10871,7 +10917,7 @@ template <int PER> struct rfk_decode_raw<uint16_t, PER> {
     int4 v;
     RFK_DEVICE size_t row(uint32_t cell, uint32_t dim) { return (size_t)cell * dim; }
     __device__ __forceinline__ void clear() { v.x = v.y = v.z = v.w = 0; }
-    __device__ __forceinline__ void load(const uint16_t *p) { v = *reinterpret_cast<const int4 *>(p); }
+    __device__ __forceinline__ void load(const uint16_t *p) { v = rfk_load_once<int4>(p); }
     __device__ __forceinline__ void make(const float *row) {
         const float *p = row + threadIdx.x % PER * 8;
         int w[4];
@@ -12715,12 +12761,12 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
     memset(&kernel, 0, sizeof kernel);
     if (r == RF_OK) { /* griddepcontrol is in code for sm_90 and later; long columns need more than 48 KiB of LDS */
         rfk_scope scope(d->index); /* attributes belong to the current device */
-        const void *rows[3] = {(const void *)rfk_fused_matvec<32, 1, false>,
-                               (const void *)rfk_fused_matvec<32, 1, true>, (const void *)rfk_pairs_matvec};
+        const void *rows[4] = {(const void *)rfk_fused_matvec<32, 1, false>, (const void *)rfk_fused_matvec<32, 1, true>,
+                               (const void *)rfk_pairs_matvec<false>, (const void *)rfk_pairs_matvec<true>};
         d->early = cudaFuncGetAttributes(&kernel, rows[0]) == cudaSuccess && kernel.ptxVersion >= 90;
         d->clusters = d->early && cudaDeviceGetAttribute(&value, cudaDevAttrClusterLaunch, d->index) == cudaSuccess &&
                       value;
-        for (int i = 0; i < 3; i++)
+        for (int i = 0; i < 4; i++)
             (void)cudaFuncSetAttribute(rows[i], cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        RFK_MAX_COLUMN / 64 * 96 + RFK_MAX_GRID);
         if (d->direct == 16 &&
@@ -15586,7 +15632,8 @@ static void rfk_bind_deferred_norm(rf_prepared *p, const rfk_fused *f, rfk_fused
 template <int WAVE> static void (*rfk_find_fused_matvec(bool other, uint32_t fragments))(rfk_fused_args) {
     if (other) return rfk_fused_matvec<WAVE, 1, true>;
 #if defined(RFK_NVIDIA)
-    return fragments == 1 ? rfk_fused_matvec<WAVE, 1, false> : rfk_pairs_matvec;
+    (void)fragments; /* 2: rfk_pairs_matvec */
+    return rfk_fused_matvec<WAVE, 1, false>;
 #else
     return fragments == 1 ? rfk_fused_matvec<WAVE, 1, false> : rfk_fused_matvec<WAVE, RFK_MAX_IN_FLIGHT, false>;
 #endif
@@ -15669,6 +15716,14 @@ static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
                               c, a);
 }
 
+/* Whether all products of a launch have the types that rfk_pairs_matvec<true> has. */
+static bool rfk_is_q4_k_m(const rfk_product *part) {
+    bool is = true;
+    for (uint32_t i = 0, from = 0; i < RFK_PRODUCTS; from = part[i++].end_block)
+        if (part[i].end_block > from) is = is && RFK_IS_Q4_K_M(part[i].type);
+    return is;
+}
+
 static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     rf_prepared *p = l->p;
     const rf_op *ops = p->plan->ops;
@@ -15713,8 +15768,8 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     void (*kernel)(rfk_fused_args) =
         RFK_BY_WAVE(l, rfk_find_fused_matvec<32>(other, config->in_flight),
                     rfk_find_fused_matvec<64>(other, config->in_flight));
-#if defined(ROCMFORGE_HIP_EMU)
-    if (pairs) kernel = rfk_pairs_matvec;
+#if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
+    if (pairs) kernel = rfk_is_q4_k_m(a.part) ? rfk_pairs_matvec<true> : rfk_pairs_matvec<false>;
 #endif
     return rfk_enqueue_config(l, kernel, c, a);
 }
