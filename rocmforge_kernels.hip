@@ -6147,6 +6147,13 @@ RFK_DEVICE void rfk_copy16(int4 *to, const int4 *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from)
                  : "memory");
 }
+/* The same of what a step reads once: rfk_load_once. */
+RFK_DEVICE void rfk_copy16_once(int4 *to, const uint8_t *from) {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
+                 ::"r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from), "l"(policy) : "memory");
+}
 RFK_DEVICE void rfk_wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 /* Commit this thread's copies as a group; wait until at most one group is in flight. */
 RFK_DEVICE void rfk_commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -6155,6 +6162,7 @@ RFK_DEVICE void rfk_wait_copies_but_two() { asm volatile("cp.async.wait_group 2;
 #else
 #define RFK_ASYNC_COPIES 0
 RFK_DEVICE void rfk_copy16(int4 *to, const int4 *from) { *to = *from; }
+RFK_DEVICE void rfk_copy16_once(int4 *to, const uint8_t *from) { *to = *reinterpret_cast<const int4 *>(from); }
 RFK_DEVICE void rfk_wait_copies() {}
 #if RFK_MAY_BE(RFK_MATRIX_SM80)
 RFK_DEVICE void rfk_commit_copies() {}
@@ -6996,12 +7004,11 @@ template <> struct rfk_direct<RF_TYPE_Q4_K> {
         RFK_UNROLL(4)
         for (uint32_t k = 0; k < 4; k++) {
             const uint32_t row = lane / 8 + 4 * k, part = 16 + lane % 8 * 16;
-            rfk_copy16(reinterpret_cast<int4 *>(to + row * ROW + part),
-                       reinterpret_cast<const int4 *>(rfk_direct_from(a, at, row, 0, 144) + part));
+            rfk_copy16_once(reinterpret_cast<int4 *>(to + row * ROW + part),
+                            rfk_direct_from(a, at, row, 0, 144) + part);
         }
         if (lane < 16)
-            rfk_copy16(reinterpret_cast<int4 *>(to + lane * ROW),
-                       reinterpret_cast<const int4 *>(rfk_direct_from(a, at, lane, 0, 144)));
+            rfk_copy16_once(reinterpret_cast<int4 *>(to + lane * ROW), rfk_direct_from(a, at, lane, 0, 144));
     }
     RFK_DEVICE void read_head(const uint8_t *rows, const loaded &, scales &o) {
         RFK_UNROLL(2)
@@ -7042,17 +7049,16 @@ template <> struct rfk_direct<RF_TYPE_Q6_K> {
         for (uint32_t k = 0; k < 4; k++) {
             const uint32_t row = lane / 8 + 4 * k, part = lane % 8 * 16;
             const uint8_t *from = rfk_direct_from(a, at, row, 0, 128) + part;
-            rfk_copy16(reinterpret_cast<int4 *>(to + row * ROW + part), reinterpret_cast<const int4 *>(from));
+            rfk_copy16_once(reinterpret_cast<int4 *>(to + row * ROW + part), from);
         }
         RFK_UNROLL(2)
         for (uint32_t k = 0; k < 2; k++) {
             const uint32_t row = lane / 4 + 8 * k, part = lane % 4 * 16;
             const uint8_t *from = rfk_direct_from(a, at, row, 1, 64) + part;
-            rfk_copy16(reinterpret_cast<int4 *>(to + row * ROW + 128 + part), reinterpret_cast<const int4 *>(from));
+            rfk_copy16_once(reinterpret_cast<int4 *>(to + row * ROW + 128 + part), from);
         }
         if (lane < 16)
-            rfk_copy16(reinterpret_cast<int4 *>(to + lane * ROW + 192),
-                       reinterpret_cast<const int4 *>(rfk_direct_from(a, at, lane, 2, 16)));
+            rfk_copy16_once(reinterpret_cast<int4 *>(to + lane * ROW + 192), rfk_direct_from(a, at, lane, 2, 16));
         RFK_UNROLL(2)
         for (uint32_t r = 0; r < 2; r++) ahead.d[r] = rfk_load2(rfk_direct_from(a, at, lane / 4 + 8 * r, 3, 2));
     }
