@@ -5603,7 +5603,7 @@ typedef struct rfi_cache {
     int prefetching;              /* no cancel since the last request: readers may fill empty frames */
     int reader_waits;             /* a reader waits for a copy to end                        */
     int eval_waits;               /* an eval waits for free frames; others queue after it    */
-    uint32_t n_holding;           /* evals that need no pins: all experts are there, and none may be evicted */
+    uint32_t n_holding;           /* evals that need no pins: all is there, and nothing may be evicted */
     uint64_t held_stamp;          /* rfi_store_stamp when all were found there; 0: never     */
 } rfi_cache;
 
@@ -5898,8 +5898,7 @@ static void rfi_tensor_drop(rfi_store *s, rfi_tensor *t) { /* locked */
 /* Evict a tensor: 1 if it is unloaded now (or was), 0 if it is in use or loading. */
 static int rfi_tensor_evict(rfi_store *s, uint32_t slot) { /* locked */
     rfi_tensor *t = &s->tensors[slot];
-    if (s->cache.n_holding && rfi_tensor_weight(s, t)->n_experts) return rfi_cell_is_unloaded(&t->cell);
-    if (!rfi_cell_try_evict(&t->cell)) return rfi_cell_is_unloaded(&t->cell);
+    if (s->cache.n_holding || !rfi_cell_try_evict(&t->cell)) return rfi_cell_is_unloaded(&t->cell);
     rfi_tensor_drop(s, t);
     rfi_stats_count_tensor(s, t, 0);
     atomic_fetch_add(&s->stats.evictions, 1);
@@ -6976,14 +6975,15 @@ static uint32_t rfi_cache_pick_fallback(rfi_store *s, rfi_expert_layer *layer, u
     return n;
 }
 
-/* Hold all experts at once, if all are loaded and their copies done: 1, and until rfi_store_release_experts none is
- * evicted. Thousands of pins for each token would take longer than some kernels. */
-static int rfi_store_hold_experts(rfi_store *s) {
+/* Hold all tensors at once, if all are loaded and their copies done: 1, and none is evicted until
+ * rfi_store_release_all. Not those that another store lends. Hundreds of pins for each token, and thousands of experts',
+ * would take longer than some kernels. */
+static int rfi_store_hold_all(rfi_store *s) {
     rfi_monitor_lock(&s->monitor);
     const uint64_t stamp = rfi_store_stamp(s);
     int all = !rfi_store_streams(s) && rfi_store_all_loaded(s);
     for (uint32_t slot = 0; all && s->cache.held_stamp != stamp && slot < s->n_tensors; slot++)
-        all = !rfi_tensor_weight(s, &s->tensors[slot])->n_experts ||
+        all = s->tensors[slot].lent ||
               (rfi_cell_is_ready(&s->tensors[slot].cell) && atomic_load(&s->tensors[slot].arrived));
     if (all) s->cache.held_stamp = stamp;
     s->cache.n_holding += (uint32_t)all;
@@ -6991,7 +6991,7 @@ static int rfi_store_hold_experts(rfi_store *s) {
     return all;
 }
 
-static void rfi_store_release_experts(rfi_store *s) {
+static void rfi_store_release_all(rfi_store *s) {
     rfi_monitor_lock(&s->monitor);
     s->cache.n_holding--;
     rfi_monitor_unlock(&s->monitor);
@@ -19737,7 +19737,7 @@ struct rf_session {
     uint32_t n_segments, n_held, n_held_streamed;
     uint32_t n_slots;             /* snapshots of a sequence; 0: the model is not recurrent  */
     rfi_expert_layer *held_layer; /* whose frames are held; NULL: none are                   */
-    int holds_experts;            /* 1: all experts are held, so none is pinned              */
+    int holds_all;                /* 1: all tensors are held, so none is pinned              */
     rfi_fallback *fallback;       /* experts on the CPU; NULL: none                          */
     uint64_t loading_cancels;     /* of the store, when the eval in progress began           */
     uint32_t rollback;            /* length of sequence 0 if rf_session_forward fails        */
@@ -20555,11 +20555,13 @@ static rf_result rfi_eval_pin(rf_session *s, uint32_t segment, rf_error *err) {
     rfi_store *store = s->m->store;
     rf_ticket written[2] = {{0}}; /* the last copies of the store and of its lender: those of each are in one queue */
     rf_result r = RF_OK;
+    uint64_t n_hits = 0;
     for (uint32_t i = s->segment_first[segment]; r == RF_OK && i < s->segment_first[segment + 1]; i++) {
         uint32_t slot = s->segment_slots[i];
         rfi_tensor *t = &store->tensors[slot];
-        if (s->is_expert[slot] && s->holds_experts) { /* past all of this weight */
-            i += rf_plan_weight_matrices(rfi_tensor_weight(store, t)) - 1;
+        if (s->holds_all && !t->lent) {
+            if (s->is_expert[slot]) i += rf_plan_weight_matrices(rfi_tensor_weight(store, t)) - 1; /* all of them */
+            else n_hits++;
             continue;
         }
         if (s->is_expert[slot] && !s->chosen[slot] && !rfi_store_streams(store)) continue;
@@ -20579,6 +20581,7 @@ static rf_result rfi_eval_pin(rf_session *s, uint32_t segment, rf_error *err) {
         if (r == RF_OK && !atomic_load_explicit(&t->arrived, memory_order_acquire) && t->written.value > last->value)
             *last = t->written;
     }
+    if (n_hits) atomic_fetch_add_explicit(&store->stats.hits, n_hits, memory_order_relaxed);
     for (int i = 0; i < 2; i++)
         if (r == RF_OK && written[i].value) r = s->m->device->api->queue_after(s->queue, &written[i], err);
     return r;
@@ -20597,8 +20600,8 @@ static rf_result rfi_eval_unpin(rf_session *s, rf_result r, rf_error *err) {
     r = rfi_eval_release_experts(s, r, err);
     r = rfi_stream_arrived(store, r, err);
     if (s->route) memset(s->chosen, 0, store->plan.n_slots);
-    if (s->holds_experts) rfi_store_release_experts(store);
-    s->holds_experts = 0;
+    if (s->holds_all) rfi_store_release_all(store);
+    s->holds_all = 0;
     s->n_held = s->n_held_streamed = 0;
     return r;
 }
@@ -20616,7 +20619,7 @@ static rf_result rfi_eval_segments(rf_session *s, uint32_t first, uint32_t last,
     if (rfi_session_cancelled(s))
         return rfi_fail(err, RF_ERR_CANCELLED, first, "rf_session_eval: cancelled by rf_session_cancel");
     for (uint32_t segment = first; r == RF_OK && segment < last; segment++) {
-        if (s->route && !s->holds_experts)
+        if (s->route && !s->holds_all)
             r = rfi_eval_choose(s, segment, step->n_rows, last - first == s->n_segments, err);
         if (r == RF_OK) r = rfi_eval_pin(s, segment, err);
     }
@@ -20775,7 +20778,7 @@ static rf_result rfi_eval_run(rf_session *s, const rf_token_row *rows, uint32_t 
     if (streams) pthread_mutex_lock(&store->stream_lock);
     if (streams || !rfi_store_residents_loaded(store))
         rfi_store_prefetch(store, NULL, 0, s->loading_cancels);
-    s->holds_experts = s->route && rfi_store_hold_experts(store);
+    s->holds_all = rfi_store_hold_all(store);
     const uint32_t n_flight = rfi_eval_in_flight(s, rows, n_rows);
     rf_ticket flight[RFI_MEMBERS + 1] = {{0}};
     for (uint32_t at = 0, k = 0, n; r == RF_OK && at < n_rows; at += n, k = (k + 1) % n_flight) {

@@ -533,7 +533,7 @@ RFK_DEVICE void rfk_load8bytes(const uint8_t *p, uint32_t *v) {
 }
 
 /* Load what a step reads once: weights of a decode step, keys and values. On NVIDIA it is the first to leave the L2
- * cache (evict-first), so that kernels' code and what they pass on stay there while all weights pass through: 3 to 5 %
+ * cache (evict-first), so that kernels' code and what they pass on stay there while all weights pass through: 1 to 5 %
  * of a step on an H200. Prompts read weights several times. */
 template <class T> RFK_DEVICE T rfk_load_once(const void *p) {
 #if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
@@ -5130,7 +5130,8 @@ RFK_DEVICE void rfk_pairs_block(const rfk_fused_args &a, const rfk_product &p, u
 
 /* grid: the blocks of each product   block RFK_PAIRS_BLOCK   LDS 6 KiB and 1.5 bytes a value of the column
  *   reads W once
- * Q4_K_M: no other types than the two of such files. Less code takes less time to fetch: 30B-A3B on an H200 4 %. */
+ * Q4_K_M: no other types than the two of such files. Less code takes less time to fetch: 2 to 3 % of a step of 8B,
+ * gemma3 12B and 30B-A3B on an H200. */
 template <bool Q4_K_M>
 static __global__ void RFK_RESIDENT(RFK_PAIRS_BLOCK, 1) rfk_pairs_matvec(rfk_fused_args a) {
     RFK_SHARED(rfk_fused_shared, s);
@@ -12767,8 +12768,9 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
     memset(&kernel, 0, sizeof kernel);
     if (r == RF_OK) { /* griddepcontrol is in code for sm_90 and later; long columns need more than 48 KiB of LDS */
         rfk_scope scope(d->index); /* attributes belong to the current device */
-        const void *rows[4] = {(const void *)rfk_fused_matvec<32, 1, false>, (const void *)rfk_fused_matvec<32, 1, true>,
-                               (const void *)rfk_pairs_matvec<false>, (const void *)rfk_pairs_matvec<true>};
+        const void *rows[4] = {(const void *)rfk_fused_matvec<32, 1, false>,
+                               (const void *)rfk_fused_matvec<32, 1, true>, (const void *)rfk_pairs_matvec<false>,
+                               (const void *)rfk_pairs_matvec<true>};
         d->early = cudaFuncGetAttributes(&kernel, rows[0]) == cudaSuccess && kernel.ptxVersion >= 90;
         d->clusters = d->early && cudaDeviceGetAttribute(&value, cudaDevAttrClusterLaunch, d->index) == cudaSuccess &&
                       value;
@@ -13149,6 +13151,7 @@ struct rf_prepared {
     uint32_t n_captured; /* kernels in the graphs */
     rf_session_stats stats;
     uint64_t graph_generation;
+    uint64_t checked_generation;              /* 1 + that in which all weights were found written; 0: never */
     int is_direct; /* rfk_few_direct has the types of all products */
     rfk_few_graph few_graph[2][RFK_FEW_STEP + 1]; /* [are_apart] of steps of so many rows */
     uint32_t positions, are_apart; /* of the step: of a row, at most; whether each row is another sequence's */
@@ -16046,13 +16049,18 @@ static rf_result rfk_check_step(const rf_prepared *p, const rf_step *step, rf_er
     return RF_OK;
 }
 
-/* Check that the weights an op reads are loaded, and its tokens are rows of them. */
-static rf_result rfk_check_run(const rf_prepared *p, const rf_step *step, const rf_op *op, rf_error *err) {
+/* Check that the weights an op reads are loaded. */
+static rf_result rfk_check_weights(const rf_prepared *p, const rf_op *op, rf_error *err) {
     const uint32_t weights[3] = {op->kind == RF_OP_EXPERTS ? RF_NONE : op->weight, op->bias,
                                  op->kind == RF_OP_ROPE ? RF_NONE : op->factor};
     for (int k = 0; k < 3; k++)
         if (weights[k] < p->plan->n_weights && !rfk_slot_of(p, weights[k])->ready)
             return rfk_bad_op(p->plan, op, RF_ERR_ARGUMENT, "a weight it reads is not written", err);
+    return RF_OK;
+}
+
+/* Check that an op's tokens are rows of its weight. */
+static rf_result rfk_check_tokens(const rf_prepared *p, const rf_step *step, const rf_op *op, rf_error *err) {
     for (uint32_t t = 0; op->kind == RF_OP_EMBED && t < step->n_rows; t++) {
         int32_t row = op->flags & RF_OP_FIRST       ? 0
                       : op->flags & RF_OP_POSITIONS ? step->rows[t].pos
@@ -16480,8 +16488,12 @@ static rf_result rfk_plan_run(rf_prepared *p, rf_queue *q, uint32_t first, uint3
     }
     pthread_mutex_lock(&q->submit);
     rf_result r = rfk_check_step(p, step, err);
-    for (uint32_t i = p->segments[first]; r == RF_OK && i < p->segments[last]; i++)
-        r = rfk_check_run(p, step, &p->plan->ops[i], err);
+    const uint64_t generation = 1 + __atomic_load_n(&p->table->generation, __ATOMIC_ACQUIRE);
+    for (uint32_t i = p->segments[first]; r == RF_OK && i < p->segments[last]; i++) {
+        if (p->checked_generation != generation) r = rfk_check_weights(p, &p->plan->ops[i], err);
+        if (r == RF_OK) r = rfk_check_tokens(p, step, &p->plan->ops[i], err);
+    }
+    if (r == RF_OK && first == 0 && last == p->n_segments) p->checked_generation = generation;
     if (r == RF_OK) r = rfk_write_step_values(p, q, step, err);
     if (r == RF_OK) rfk_begin_rows(p, step);
     const int decode = r == RF_OK && first == 0 && last == p->n_segments && rfk_is_decode(p, step);

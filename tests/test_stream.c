@@ -659,10 +659,10 @@ static void test_experts(void) {
         CHECK(st.loads == n_slots, "a second load");
         CHECK(run(r.m, got, &r.err) == RF_OK && !memcmp(all, got, sizeof got), "%s", r.err.text);
         CHECK(rf_model_get_loading_stats(r.m).hits - st.hits == 4 * (uint64_t)(n_slots - n_experts), "experts are pinned one by one"); /* four evals */
-        CHECK(r.m->store->cache.n_holding == 0 && rfi_store_hold_experts(r.m->store), "not all are there");
-        CHECK(rf_model_clear_device_cache(r.m, &left, NULL) == RF_OK && left == n_experts, "%u are left", left);
-        rfi_store_release_experts(r.m->store);
-        CHECK(rf_model_clear_device_cache(r.m, &left, NULL) == RF_OK && left == 0 && !rfi_store_hold_experts(r.m->store), "%u are left", left);
+        CHECK(r.m->store->cache.n_holding == 0 && rfi_store_hold_all(r.m->store), "not all are there");
+        CHECK(rf_model_clear_device_cache(r.m, &left, NULL) == RF_OK && left == n_slots, "%u are left", left);
+        rfi_store_release_all(r.m->store);
+        CHECK(rf_model_clear_device_cache(r.m, &left, NULL) == RF_OK && left == 0 && !rfi_store_hold_all(r.m->store), "%u are left", left);
         CHECK(run(r.m, got, &r.err) == RF_OK && !memcmp(all, got, sizeof got), "%s", r.err.text);
         rig_close(&r);
         experts_on_demand(mode, all);
