@@ -1694,6 +1694,7 @@ struct rfk_quantize_args {
 };
 template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_quantize(rfk_quantize_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
+    rfk_wait_previous();
     uint32_t i = blockIdx.y * RFK_BLOCK + threadIdx.x;
     float x[4];
     rfk_get4(a.in + (size_t)blockIdx.x * a.in_stride + (size_t)blockIdx.z * a.head, i, a.n, x);
@@ -1912,6 +1913,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rope(rfk_rope_args a) {
                    head = blockIdx.y * (RFK_ROPE_HEADS * at_once) + own,
                    n_heads = a.n_heads[0] + a.n_heads[1], first = a.neox ? i : 2 * i,
                    second = a.neox ? i + half : 2 * i + 1;
+    rfk_wait_previous();
     if (i >= half || own >= at_once) return;
     float x[RFK_ROPE_HEADS][2], c, s;
     RFK_UNROLL(4)
@@ -1971,6 +1973,7 @@ template <class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_latent_sto
 /* Store a step's keys and values in their cells, [seq][head][cell][dim]. PER values a thread, all of one head.
  *   grid [ceil(heads * (dk + dv) / (256 * PER)), T]   block 256 */
 template <class KV, int PER> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_kv_store(rfk_store_args a) {
+    rfk_wait_previous();
     uint32_t i = PER * (blockIdx.x * RFK_BLOCK + threadIdx.x), n_k = a.n_kv_heads * a.head_dim;
     bool key = i < n_k;
     uint32_t dim = key ? a.head_dim : a.head_dim_v;
@@ -6410,6 +6413,7 @@ RFK_DEVICE void rfk_join4(const rfk_tiles_args &t, uint32_t tile, uint32_t i, fl
 /* Split-K reduction of a tile, 1024 results a block.
  *   grid as rfk_matmul's, but z: results of a tile / 1024   block 256 */
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_join_tiles(rfk_tiles_args t) {
+    rfk_wait_previous();
     uint32_t number = blockIdx.y;
     const rfk_product p = rfk_pick(t.m, &number);
     const uint32_t i = 4 * (blockIdx.z * RFK_BLOCK + threadIdx.x), row = number * t.rows + i % t.rows,
@@ -6470,6 +6474,7 @@ struct rfk_join_norm_args {
 };
 template <int WAVE> static __global__ void RFK_RESIDENT(RFK_BLOCK, 4) rfk_join_norm(rfk_join_norm_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
+    rfk_wait_previous();
     RFK_SHARED(rfk_norm_shared, s);
     const rfk_joined_row r = {&a.t, blockIdx.x};
     rfk_norm_wide<WAVE>(a.norm, r, s);
@@ -8334,7 +8339,8 @@ static void (*rfk_find_wide(uint32_t type))(rfk_wide_args) {
  * takes the time: here four consumer warpgroups have 64 rows each, and decode weights right into the registers that the
  * instruction reads. A producer warpgroup copies columns. Types that share a kernel take too many registers to decode:
  * they stay with rfk_matmul_wgmma.
- * Blocks are persistent; the next tile's first weights and columns are on their way while one's sums are stored. */
+ * Blocks are persistent; the next tile's first weights and columns are on their way while one's sums are stored. Those
+ * of the first tile are while the launch before ends, except for columns and for pairs, whose tiles that one may make. */
 
 #define RFK_NARROW_COLS RFK_PAIR_TILE
 #define RFK_NARROW_CONSUMERS 4u
@@ -8642,6 +8648,7 @@ RFK_DEVICE void rfk_narrow_consume(const rfk_narrow_args &a, rfk_narrow_shared &
     rfk_narrow_tile work;
     uint32_t n = 0, tile = rfk_narrow_again(blockIdx.x);
     rfk_narrow_start<TYPE>(a, tile, weights, work);
+    rfk_wait_previous();
     RFK_UNROLL(1)
     for (;;) {
         const uint32_t done = tile;
@@ -8678,6 +8685,7 @@ static __global__ void RFK_RESIDENT(RFK_NARROW_BLOCK, 1) rfk_matmul_narrow(rfk_n
     __syncthreads();
     if (rfk_same_in_wave(threadIdx.x / RFK_WARPGROUP) == RFK_NARROW_CONSUMERS) {
         rfk_shrink_registers<32>();
+        rfk_wait_previous();
         if (pairs) rfk_narrow_copy_pairs(a, work, columns, s, barriers);
         else rfk_narrow_copy<COLS>(a, s, barriers);
         return;
@@ -10544,6 +10552,7 @@ template <int WAVE, class KV, int HEAD>
 static __global__ void RFK_THREADS(RFK_FLASH_WAVES(HEAD) * WAVE) rfk_flash(rfk_attention_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
     if (!RFK_HAS_UNITS || (rfk_flash_halves<KV>::TWO && !RFK_UNITS_F16)) return; /* never launched */
+    rfk_wait_previous();
     typedef rfk_flash_shared<KV, HEAD> rfk_shared;
     RFK_DYNAMIC(int4, memory);
     rfk_shared &s = *reinterpret_cast<rfk_shared *>(memory);
@@ -10741,6 +10750,7 @@ RFK_DEVICE void rfk_panel_step(rfk_flash_wave<32, RFK_FLASH_WGMMA_HEAD> &w, cons
 /* grid and order as rfk_flash's   block 256   LDS 65 KiB   rows_per_block = 128 / heads of a group */
 static __global__ void RFK_THREADS(2 * RFK_WARPGROUP) rfk_flash_wgmma(rfk_attention_args a) {
 #if defined(RFK_HAS_WGMMA)
+    rfk_wait_previous();
     RFK_DYNAMIC(int4, memory);
     typedef rfk_flash_panel rfk_panels[2];
     rfk_panels &panel = rfk_wgmma_memory<rfk_panels>(memory);
@@ -14339,14 +14349,15 @@ static bool rfk_is_fused_step(const rf_prepared *p, const rf_step *step) {
 }
 
 /* rfk_config's early_carveout of kernels that call rfk_wait_previous: not 0 in a graph, and in launches of a whole step
- * of several rows. Nothing but kernels comes between these. */
+ * of several rows, be it as a decode step (p->n_few rows at most) or by rfk_matmul_narrow. Nothing but kernels comes
+ * between these. */
 static uint32_t rfk_early_carveout(const rfk_launching *l) {
     const rf_prepared *p = l->p;
-    if (!p->dev->early || !(p->capturing || (l->step->n_rows > 1 && rfk_is_fused_step(p, l->step) &&
-                                             p->fused_begin == 0 && p->fused_end == p->n_fused)))
-        return 0;
     const uint32_t n = l->step->n_rows;
-    return p->is_direct && n > RFK_DIRECT_ABOVE ? 100 : 50;
+    const bool narrow = p->n_few == RFK_FEW_MAX && n > RFK_FEW_MAX && n <= RFK_NARROW_COLS && !p->events,
+               whole = p->fused_begin == 0 && p->fused_end == p->n_fused;
+    if (!p->dev->early || !(p->capturing || (n > 1 && (narrow || rfk_is_fused_step(p, l->step)) && whole))) return 0;
+    return narrow || (p->is_direct && n > RFK_DIRECT_ABOVE) ? 100 : 50;
 }
 
 /* The same for a kernel that calls rfk_wait_previous. */
@@ -14454,7 +14465,7 @@ static rf_result rfk_run_quantize(const rfk_launching *l, rfk_int8_rows to, uint
                                   uint32_t n_heads = 1, uint32_t head = 0) {
     const rfk_quantize_args a = {l->b.in, to, l->b.in_stride, n, head};
     const dim3 grid(n_rows, rfk_ceil_div(n, 4 * RFK_BLOCK), n_heads);
-    return rfk_enqueue(l, RFK_BY_WAVE(l, (rfk_quantize<32>), (rfk_quantize<64>)), grid, RFK_BLOCK, a);
+    return rfk_enqueue_early(l, RFK_BY_WAVE(l, (rfk_quantize<32>), (rfk_quantize<64>)), grid, RFK_BLOCK, a);
 }
 
 typedef void (*rfk_matmul_kernel)(rfk_matmul_args);
@@ -14605,12 +14616,14 @@ static rf_result rfk_run_join(rfk_launching *l, const rfk_tiles_args *t, uint32_
         a.norm = rfk_make_norm(&next);
         if (rfk_is_simple_norm(&a.norm)) {
             l->done = 2;
-            return rfk_enqueue(l, RFK_BY_WAVE(l, rfk_join_norm<32>, rfk_join_norm<64>), dim3(t->m.n_cols), RFK_BLOCK,
-                               a);
+            return rfk_enqueue_early(l, RFK_BY_WAVE(l, rfk_join_norm<32>, rfk_join_norm<64>), dim3(t->m.n_cols),
+                                     RFK_BLOCK, a);
         }
     }
-    return rfk_enqueue(l, rfk_join_tiles, dim3(col_tiles, row_tiles, t->rows * t->cols / (4 * RFK_BLOCK)), RFK_BLOCK,
-                       *t);
+    const uint32_t n_cols = t->m.n_cols < t->cols ? t->m.n_cols : t->cols;
+    return rfk_enqueue_early(l, rfk_join_tiles,
+                             dim3(col_tiles, row_tiles, rfk_ceil_div((uint64_t)t->rows * n_cols, 4 * RFK_BLOCK)),
+                             RFK_BLOCK, *t);
 }
 
 /* Tiles of int8, on matrix units or by dot products. */
@@ -14707,7 +14720,8 @@ static rf_result rfk_launch_wide(const rfk_launching *l, const rfk_wgmma_args *n
 }
 
 static rf_result rfk_launch_narrow(const rfk_launching *l, const rfk_narrow_args *a, dim3 grid) {
-    const rfk_config c = {grid, dim3(RFK_NARROW_BLOCK), RFK_NARROW_BYTES, 0, l->q->stream, 0};
+    const uint32_t early = a->lists.tile ? 0 : rfk_early_carveout(l);
+    const rfk_config c = {grid, dim3(RFK_NARROW_BLOCK), RFK_NARROW_BYTES, early, l->q->stream, 0};
     const uint32_t n_cols = a->lists.tile ? RFK_NARROW_COLS : a->t.m.n_cols;
     return rfk_enqueue_config(l, rfk_find_narrow(l->p->plan->weights[l->op->weight].type, n_cols), c, *a);
 }
@@ -14809,7 +14823,7 @@ static rf_result rfk_run_rope(const rfk_launching *l) {
     a.group = r->n_rot / 2 < RFK_BLOCK ? r->n_rot / 2 : RFK_BLOCK;
     dim3 grid(l->n_rows, rfk_ceil_div(a.n_heads[0] + (uint64_t)a.n_heads[1], RFK_ROPE_HEADS * (RFK_BLOCK / a.group)),
               rfk_ceil_div(r->n_rot / 2, RFK_BLOCK));
-    return rfk_enqueue(l, rfk_rope, grid, RFK_BLOCK, a);
+    return rfk_enqueue_early(l, rfk_rope, grid, RFK_BLOCK, a);
 }
 
 static rf_result rfk_run_kv_store(const rfk_launching *l) {
@@ -14845,7 +14859,7 @@ static rf_result rfk_run_kv_store(const rfk_launching *l) {
     void (*full)(rfk_store_args) = per == 4 ? rfk_kv_store<float, 4> : rfk_kv_store<float, 1>;
     void (*half)(rfk_store_args) = per == 4 ? rfk_kv_store<uint16_t, 4> : rfk_kv_store<uint16_t, 1>;
     dim3 grid(rfk_ceil_div((uint64_t)s->n_kv_heads * (s->head_dim + s->head_dim_v), RFK_BLOCK * per), l->n_rows);
-    return rfk_enqueue(l, l->p->cache_type == RF_CACHE_F32 ? full : half, grid, RFK_BLOCK, a);
+    return rfk_enqueue_early(l, l->p->cache_type == RF_CACHE_F32 ? full : half, grid, RFK_BLOCK, a);
 }
 
 /* Whether a step has many rows, and its sequences have. */
@@ -14934,7 +14948,8 @@ static rf_result rfk_run_flash(const rfk_launching *l, const rfk_flash_kernel *f
     const uint32_t blocks = rfk_ceil_div(l->n_rows, a->rows_per_block) * a->n_kv_heads,
                    units = l->p->dev->info.compute_units;
     a->reverse_from = flash->waves == 4 && blocks <= 2 * units ? units : blocks; /* 8 fill a multiprocessor */
-    const rfk_config c = {dim3(blocks), dim3(flash->waves * l->p->dev->wave), flash->shared_bytes, 0, l->q->stream, 0};
+    const rfk_config c = {dim3(blocks), dim3(flash->waves * l->p->dev->wave), flash->shared_bytes,
+                          rfk_early_carveout(l), l->q->stream, 0};
     return rfk_enqueue_config(l, flash->run, c, *a);
 }
 
