@@ -6484,7 +6484,6 @@ struct rfk_join_norm_args {
 };
 template <int WAVE> static __global__ void RFK_RESIDENT(RFK_BLOCK, 4) rfk_join_norm(rfk_join_norm_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
-    rfk_wait_previous();
     RFK_SHARED(rfk_norm_shared, s);
     const rfk_joined_row r = {&a.t, blockIdx.x};
     rfk_norm_wide<WAVE>(a.norm, r, s);
@@ -8328,41 +8327,50 @@ static __global__ void RFK_RESIDENT(RFK_WIDE_BLOCK(TYPE), 1) rfk_matmul_wide(rfk
 }
 
 /* ---- more columns, on warpgroups, weights of float32 ----
- * rfk_matmul_wide with both operands split into two halves, upper and lower: three products, all but that of the lower
- * ones, whose error is 2^-22 of a product. Columns are scaled as a whole (rfk_split_rows). A producer splits weights on
- * their way to shared memory, and scales the 64 values of a row in a stage by a power of two, so that the largest is
- * near 2^14: the error of a weight is 2^-23 of it, or 2^-39 of the largest. Consumers scale back when they add a stage's
- * sums to those of the stages before, as floats: units truncate when they add, and would add 3 / 16 n_in times.
- * Overflows for weights of 2^112. */
+ * rfk_matmul_wide for float32: both operands are sums of two 16-bit floats, upper and lower. All their products are
+ * added but that of the lower ones, an error of 2^-22 of a product. Columns are scaled as a whole (rfk_split_rows). The
+ * producer splits weights on their way to shared memory, and scales the 64 values of a row in a stage by a power of two,
+ * so that the largest is near 2^14: the error of a weight is 2^-22 of it or 2^-38 of the largest. Consumers scale back
+ * when they add a stage's sums to those of the stages before, as floats: units truncate when they add, 3 / 16 n_in times
+ * if they added all. Overflows for weights of 2^112. */
 
-#define RFK_SPLIT_STAGES (RFK_WIDE_STAGES / 2) /* each is two of rfk_wide_shared: upper halves, lower halves */
+#define RFK_SPLIT_STAGES (RFK_WIDE_STAGES / 2) /* each is two of rfk_wide_shared: upper, lower */
 
 #if defined(RFK_HAS_WGMMA)
 
 struct rfk_split_barriers {
     rfk_mbarriers<RFK_SPLIT_STAGES> stages;
-    rfk_mbarrier put[2];                           /* a consumer's waves wait for each other */
-    rfk_mbarrier turn[2];                          /* the other consumer's products have begun */
-    float unit[RFK_SPLIT_STAGES][RFK_WGMMA_ROWS];  /* scale of a row of W in a stage */
+    rfk_mbarrier put[2];                          /* a consumer's waves wait for each other */
+    rfk_mbarrier turn[2];                         /* the other consumer's products have begun */
+    float unit[RFK_SPLIT_STAGES][RFK_WGMMA_ROWS]; /* scale of a row of W in a stage */
 };
 typedef rfk_wgmma_turn<RFK_SPLIT_STAGES> rfk_split_turn;
 
-/* A producer thread's weights of a step: of every 16th row values 4i .. 4i + 3 and those 32 after them, i the lane of
- * eight. They become word i of the row; columns have that order, too. */
-struct rfk_split_weights { float v[RFK_WGMMA_ROWS / 16][8]; };
-
-/* Rows beyond the last repeat it. */
+/* The 64 weights of a tile's row in a step. Rows beyond the last repeat it. */
+RFK_DEVICE const float4 *rfk_split_row(const rfk_product &p, uint32_t n_in, const rfk_wide_place &at, uint32_t i) {
+    const uint32_t row = at.work.row0 + i < p.n_out ? at.work.row0 + i : p.n_out - 1;
+    rfk_assume_global(p.w.plane[0]);
+    return reinterpret_cast<const float4 *>(p.w.plane[0]) +
+           ((size_t)(p.row0 + row) * n_in + at.step * RFK_WGMMA_DEPTH) / 4;
+}
+/* The L2 loads a step's weights, a row a thread. */
+RFK_DEVICE void rfk_split_prefetch(const rfk_product &p, uint32_t n_in, const rfk_wide_place &at) {
+    const float4 *from = rfk_split_row(p, n_in, at, threadIdx.x % RFK_WARPGROUP);
+#if defined(RFK_NVIDIA)
+    asm volatile("prefetch.global.L2 [%0];\nprefetch.global.L2 [%0 + 128];" ::"l"(from));
+#else
+    (void)from;
+#endif
+}
+/* A producer thread has weights of every 16th row: values 4i .. 4i + 3 and those 32 after them, i its lane of eight.
+ * They become word i of the row; columns have that order, too (rfk_split_args.wide). */
 RFK_DEVICE void rfk_split_fetch(const rfk_product &p, uint32_t n_in, const rfk_wide_place &at, uint32_t j,
                                 float (&v)[8]) {
-    const uint32_t thread = threadIdx.x % RFK_WARPGROUP, row = at.work.row0 + thread / 8 + 16 * j;
-    const float4 *from = reinterpret_cast<const float4 *>(p.w.plane[0]) +
-                         ((size_t)(p.row0 + (row < p.n_out ? row : p.n_out - 1)) * n_in + at.step * RFK_WGMMA_DEPTH) / 4 +
-                         thread % 8;
-    rfk_assume_global(p.w.plane[0]);
-    const float4 a = from[0], b = from[8];
+    const uint32_t thread = threadIdx.x % RFK_WARPGROUP;
+    const float4 *from = rfk_split_row(p, n_in, at, thread / 8 + 16 * j) + thread % 8, a = from[0], b = from[8];
     v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
 }
-/* Split them, and store both halves and the scale. */
+/* Split eight of them, and store both terms and the scale. */
 RFK_DEVICE void rfk_split_store(const float (&v)[8], uint32_t j, int4 (*upper)[8], int4 (*lower)[8], float *unit) {
     const uint32_t word = threadIdx.x % 8, row = threadIdx.x % RFK_WARPGROUP / 8 + 16 * j;
     float top = 0;
@@ -8388,8 +8396,8 @@ RFK_DEVICE void rfk_split_store(const float (&v)[8], uint32_t j, int4 (*upper)[8
     if (word == 0) unit[row] = rfk_as_float((exponent - 14) << 23);
 }
 
-/* The producer: a step's weights are fetched while it waits for consumers, not before: the fence of what is stored would
- * wait for them. */
+/* The producer: a step's weights are fetched while it waits for consumers, not before: the fence behind its stores
+ * would wait for these loads, too. */
 RFK_DEVICE void rfk_split_fill(const rfk_wide_args &a, rfk_wide_shared &s, rfk_split_barriers &barriers) {
     const uint32_t n_in = a.t.m.n_in;
     rfk_int8_rows lower = a.t.m.x8;
@@ -8397,10 +8405,10 @@ RFK_DEVICE void rfk_split_fill(const rfk_wide_args &a, rfk_wide_shared &s, rfk_s
     rfk_wide_place at = {{0, 0, 0, 0, 0, 0, 0}, blockIdx.x, 0, 0};
     rfk_split_turn now = {0, 0};
     rfk_product p = a.t.m.part[0];
-    rfk_split_weights w;
+    float w[RFK_WGMMA_ROWS / 16][8];
     rfk_wide_enter(a, 0, at, p);
     RFK_UNROLL(8)
-    for (uint32_t j = 0; j < RFK_WGMMA_ROWS / 16 && at.tile < a.n_tiles; j++) rfk_split_fetch(p, n_in, at, j, w.v[j]);
+    for (uint32_t j = 0; j < RFK_WGMMA_ROWS / 16 && at.tile < a.n_tiles; j++) rfk_split_fetch(p, n_in, at, j, w[j]);
     RFK_UNROLL(1)
     while (at.tile < a.n_tiles) {
         rfk_mbarrier *full = &barriers.stages.full[now.stage];
@@ -8414,23 +8422,24 @@ RFK_DEVICE void rfk_split_fill(const rfk_wide_args &a, rfk_wide_shared &s, rfk_s
             at.tile += gridDim.x;
             rfk_wide_enter(a, 0, at, p);
         }
+        if (at.tile < a.n_tiles) rfk_split_prefetch(p, n_in, at);
         RFK_UNROLL(8)
         for (uint32_t j = 0; j < RFK_WGMMA_ROWS / 16; j++)
-            rfk_split_store(w.v[j], j, to[0].w, to[1].w, barriers.unit[now.stage]);
+            rfk_split_store(w[j], j, to[0].w, to[1].w, barriers.unit[now.stage]);
         rfk_wgmma_filled(full);
         rfk_wgmma_next(now);
         RFK_UNROLL(8)
         for (uint32_t j = 0; j < RFK_WGMMA_ROWS / 16 && at.tile < a.n_tiles; j++)
-            rfk_split_fetch(p, n_in, at, j, w.v[j]);
+            rfk_split_fetch(p, n_in, at, j, w[j]);
     }
 }
 
-/* A consumer's products of a tile, smallest first. The consumers take turns: one multiplies while the other one adds. */
+/* A consumer's products of a tile, smallest first. Consumers take turns: one multiplies while the other one adds. */
 RFK_DEVICE void rfk_split_multiply(float (&sum)[RFK_WIDE_COLS / 2], const rfk_wide_tile &work, rfk_wgmma_operand w,
                                    rfk_wgmma_operand x, rfk_split_barriers &barriers, rfk_split_turn &now,
                                    uint32_t &n_turns) {
-    const uint32_t warpgroup = rfk_same_in_wave(threadIdx.x / RFK_WARPGROUP), words = sizeof(rfk_wgmma_stage<RFK_WIDE_COLS>) / sizeof(int4),
-                   row = threadIdx.x / RFK_WARPGROUP * 64 + rfk_wgmma_row(0);
+    const uint32_t words = sizeof(rfk_wgmma_stage<RFK_WIDE_COLS>) / sizeof(int4),
+                   warpgroup = rfk_same_in_wave(threadIdx.x / RFK_WARPGROUP), row = 64 * warpgroup + rfk_wgmma_row(0);
     RFK_UNROLL(128)
     for (uint32_t i = 0; i < RFK_WIDE_COLS / 2; i++) sum[i] = 0;
     RFK_UNROLL(1)
@@ -8536,8 +8545,8 @@ static void (*rfk_find_wide(uint32_t type))(rfk_wide_args) {
  * takes the time: here four consumer warpgroups have 64 rows each, and decode weights right into the registers that the
  * instruction reads. A producer warpgroup copies columns. Types that share a kernel take too many registers to decode:
  * they stay with rfk_matmul_wgmma.
- * Blocks are persistent; the next tile's first weights and columns are on their way while one's sums are stored. Those
- * of the first tile are while the launch before ends, except for columns and for pairs, whose tiles that one may make. */
+ * Blocks are persistent; the next tile's first weights and columns are on their way while one's sums are stored, and
+ * the first tile's weights while the launch before ends. */
 
 #define RFK_NARROW_COLS RFK_PAIR_TILE
 #define RFK_NARROW_CONSUMERS 4u
@@ -9060,8 +9069,8 @@ struct rfk_split_args {
     const float *in; /* [cols / per_row, in_stride], per_row of n values each, `apart` values apart */
     rfk_terms to;
     uint32_t in_stride, per_row, n, apart;
-    uint32_t wide; /* F16: 1: only the first term, in the order that rfk_matmul_wgmma wants (rfk_int8_rows.bf16); 2:
-                    * both as rfk_split_weights, term after term; 0: neither */
+    uint32_t wide; /* F16, in the order of rfk_int8_rows.bf16: 1: only the first term, for rfk_matmul_wgmma; 2: one
+                    * behind the other, words as rfk_split_fetch has them, for rfk_matmul_wide_split; 0: neither */
 };
 
 struct rfk_split_shared {
@@ -14552,7 +14561,7 @@ static uint32_t rfk_early_carveout(const rfk_launching *l) {
     const rf_prepared *p = l->p;
     const uint32_t n = l->step->n_rows;
     const bool narrow = p->n_few == RFK_FEW_MAX && n > RFK_FEW_MAX && n <= RFK_NARROW_COLS && !p->events,
-               whole = p->fused_begin == 0 && p->fused_end == p->n_fused;
+               whole = p->n_fused > 0 && p->fused_begin == 0 && p->fused_end == p->n_fused;
     if (!p->dev->early || !(p->capturing || (n > 1 && (narrow || rfk_is_fused_step(p, l->step)) && whole))) return 0;
     return narrow || (p->is_direct && n > RFK_DIRECT_ABOVE) ? 100 : 50;
 }
@@ -14799,11 +14808,12 @@ static void rfk_cut_depth(const rf_prepared *p, rfk_tiles_args *t, uint32_t tile
     t->part = t->n_splits > 1 ? p->tile_part : NULL;
 }
 
-/* Split-K reduction, together with the norm after the product if it is a simple one of all its results. */
+/* Split-K reduction, together with the norm after the product if it is a simple one of all its results. That has a
+ * block a column: in steps of few, two launches that begin early are faster. */
 static rf_result rfk_run_join(rfk_launching *l, const rfk_tiles_args *t, uint32_t row_tiles, uint32_t col_tiles) {
     const rfk_product *p = &t->m.part[0];
     rfk_launching next;
-    if (l->together == 1 && l->index + 1 < l->end &&
+    if (l->together == 1 && l->index + 1 < l->end && !rfk_early_carveout(l) &&
         !rf_op_begins_segment(l->p->plan, l->index + 1) && /* a call may end there: bits must not depend on that */
         !p->bias && !p->factor && p->softcap == 0 &&
         rfk_find_op(l, l->index + 1, &next) && next.op->kind == RF_OP_RMS_NORM && next.op->norm.n_groups == 1 &&
@@ -14813,8 +14823,8 @@ static rf_result rfk_run_join(rfk_launching *l, const rfk_tiles_args *t, uint32_
         a.norm = rfk_make_norm(&next);
         if (rfk_is_simple_norm(&a.norm)) {
             l->done = 2;
-            return rfk_enqueue_early(l, RFK_BY_WAVE(l, rfk_join_norm<32>, rfk_join_norm<64>), dim3(t->m.n_cols),
-                                     RFK_BLOCK, a);
+            return rfk_enqueue(l, RFK_BY_WAVE(l, rfk_join_norm<32>, rfk_join_norm<64>), dim3(t->m.n_cols), RFK_BLOCK,
+                               a);
         }
     }
     const uint32_t n_cols = t->m.n_cols < t->cols ? t->m.n_cols : t->cols;
@@ -15133,9 +15143,11 @@ static rfk_flash_kernel rfk_choose_flash(const rfk_launching *l) {
     const rf_attention_params *att = &l->op->attention;
     const rf_dev *d = l->p->dev;
     const rfk_flash_kernel wgmma = {rfk_flash_wgmma, 8, RFK_FLASH_WGMMA_QUERIES, RFK_FLASH_WGMMA_BYTES};
+    const uint32_t queries = att->n_heads / att->n_kv_heads * l->n_rows;
     if (l->p->cache_type == RF_CACHE_Q8_0) return rfk_find_flash<rfk_q8>(d, att->head_dim);
     if (d->wgmma && att->head_dim > 64 && att->head_dim <= RFK_FLASH_WGMMA_HEAD &&
-        att->n_heads / att->n_kv_heads * l->n_rows >= RFK_FLASH_WGMMA_QUERIES)
+        queries >= RFK_FLASH_WGMMA_QUERIES && /* rfk_flash has twice the blocks: faster if they are few */
+        4 * rfk_ceil_div(queries, RFK_FLASH_WGMMA_QUERIES) * att->n_kv_heads > d->info.compute_units)
         return wgmma;
     return rfk_find_flash<uint16_t>(d, att->head_dim);
 }

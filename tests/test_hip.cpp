@@ -2626,6 +2626,28 @@ static void float_ranges(uint32_t type, uint32_t device, uint32_t n_in, uint32_t
         }
 }
 
+/* Products of one sign, whose errors do not cancel out in the sum. */
+static void float_sums(uint32_t n_in, uint32_t n_out, uint32_t n_rows, uint32_t device) {
+    Rig g(devices[device]);
+    const uint32_t in = g.buffer(n_in), out = g.buffer(n_out);
+    std::vector<float> w = values((size_t)n_in * n_out), x = values((size_t)n_in * n_rows);
+    std::vector<double> want;
+    for (size_t i = 0; i < w.size(); i++) w[i] = fabsf(w[i]);
+    for (size_t i = 0; i < x.size(); i++) x[i] = fabsf(x[i]);
+    const uint8_t *bytes = (const uint8_t *)w.data();
+    g.matmul(in, out, n_in, n_out, g.weight(RF_TYPE_F32, n_in, n_out, std::vector<uint8_t>(bytes, bytes + 4 * w.size())));
+    REQUIRE(g.open(n_rows, 1, n_rows) == RF_OK, "%s", g.err.text);
+    g.set(in, x);
+    REQUIRE(g.run(rows_of(n_rows)) == RF_OK, "%s", g.err.text);
+    for (uint32_t t = 0; t < n_rows; t++)
+        for (uint32_t i = 0; i < n_out; i++) {
+            double sum = 0;
+            for (uint32_t k = 0; k < n_in; k++) sum += (double)w[(size_t)i * n_in + k] * x[(size_t)t * n_in + k];
+            want.push_back(sum);
+        }
+    compare(g.get(out), want, 2e-6, 2e-13, "sums of products of one sign");
+}
+
 static void bfloats_cases(uint32_t device) {
     static const uint32_t depths[] = {64, 256, 1280}, outs[] = {5, 130, 257}, rows[] = {40, 70, 200};
     for (size_t t = 1; t < N_TYPES; t++) { /* the first is F32 */
@@ -2655,6 +2677,7 @@ static void bfloats_cases(uint32_t device) {
                                 {RF_TYPE_F32, 768, 1024, 33, 3, device}, {RF_TYPE_F32, 192, 1030, 130, 0, device}};
     for (int i = 0; i < 4; i++) matmul_case(split[i]);
     float_ranges(RF_TYPE_F32, device, 128, 1024, 34);
+    float_sums(512, 1024, 34, device);
     /* weights decoded in registers: several tiles a block, rows that end in the middle of a step, splits, columns of pairs
      * that have several vectors, more than a tile of pairs */
     const MatmulCase narrow[] = {{RF_TYPE_Q8_0, 320, 2600, 64, 1, device}, {RF_TYPE_Q5_1, 192, 300, 33, 2, device},
@@ -2679,7 +2702,7 @@ static void bfloats_cases(uint32_t device) {
     heads_case(heads[0]), heads_case(heads[1]); /* of MLA: keys with parts that rotate, values */
 }
 #ifndef RF_TEST_EMU
-static void test_bfloats() { /* and as many steps as models have */
+static void test_bfloats() { /* and as many steps and heads as models have */
     for (uint32_t d = 0; d < (uint32_t)n_devices; d++) {
         const MatmulCase large[] = {{RF_TYPE_Q4_K, 4096, 1000, 150, 2, d}, {RF_TYPE_Q6_K, 14336, 130, 200, 0, d},
                                     {RF_TYPE_Q8_0, 2048, 2500, 70, 1, d}};
@@ -2687,6 +2710,9 @@ static void test_bfloats() { /* and as many steps as models have */
         printf("    device %u: %s\n", d, bfloats ? "bfloats" : "no bfloats");
         if (bfloats) bfloats_cases(d);
         for (int i = 0; bfloats && i < 3; i++) matmul_case(large[i]);
+        const AttentionCase many = {4, 36, 128, 128, 130, 40, RF_CACHE_F16, 0, d}; /* blocks enough for rfk_flash_wgmma */
+        if (bfloats) attention_case(many);
+        if (bfloats) float_sums(14336, 1024, 130, d);
     }
 }
 #endif
