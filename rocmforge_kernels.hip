@@ -8329,10 +8329,10 @@ static __global__ void RFK_RESIDENT(RFK_WIDE_BLOCK(TYPE), 1) rfk_matmul_wide(rfk
 /* ---- more columns, on warpgroups, weights of float32 ----
  * rfk_matmul_wide for float32: both operands are sums of two 16-bit floats, upper and lower. All their products are
  * added but that of the lower ones, an error of 2^-22 of a product. Columns are scaled as a whole (rfk_split_rows). The
- * producer splits weights on their way to shared memory, and scales the 64 values of a row in a stage by a power of two,
- * so that the largest is near 2^14: the error of a weight is 2^-22 of it or 2^-38 of the largest. Consumers scale back
- * when they add a stage's sums to those of the stages before, as floats: units truncate when they add, 3 / 16 n_in times
- * if they added all. Overflows for weights of 2^112. */
+ * producer splits weights on their way to shared memory, and scales the 64 values of a row in a stage by a power of
+ * two, so that the largest is near 2^14: the error of a weight is 2^-22 of it or 2^-38 of the largest. Consumers scale
+ * back when they add a stage's sums to those of the stages before, as floats: units truncate when they add, 3 / 16 n_in
+ * times if they added all. Overflows for weights of 2^112. */
 
 #define RFK_SPLIT_STAGES (RFK_WIDE_STAGES / 2) /* each is two of rfk_wide_shared: upper, lower */
 
