@@ -225,6 +225,17 @@ RFK_DEVICE float rfk_from_half(uint16_t h) { return __half2float(__ushort_as_hal
 RFK_DEVICE uint16_t rfk_to_half(float v) { return __half_as_ushort(__float2half_rn(v)); }
 #endif
 
+/* Two floats to halves, `low` in the lower 16 bits. */
+RFK_DEVICE uint32_t rfk_to_half2(float low, float high) {
+#if defined(RFK_SM80)
+    uint32_t both;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+#else
+    return rfk_to_half(low) | (uint32_t)rfk_to_half(high) << 16;
+#endif
+}
+
 RFK_DEVICE float rfk_as_float(uint32_t bits) {
     union { uint32_t u; float f; } x;
     x.u = bits;
@@ -1730,6 +1741,7 @@ struct rfk_quantize_args {
 };
 template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_quantize(rfk_quantize_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
+    rfk_wait_previous();
     uint32_t i = blockIdx.y * RFK_BLOCK + threadIdx.x;
     float x[4];
     rfk_get4(a.in + (size_t)blockIdx.x * a.in_stride + (size_t)blockIdx.z * a.head, i, a.n, x);
@@ -1948,6 +1960,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_rope(rfk_rope_args a) {
                    head = blockIdx.y * (RFK_ROPE_HEADS * at_once) + own,
                    n_heads = a.n_heads[0] + a.n_heads[1], first = a.neox ? i : 2 * i,
                    second = a.neox ? i + half : 2 * i + 1;
+    rfk_wait_previous();
     if (i >= half || own >= at_once) return;
     float x[RFK_ROPE_HEADS][2], c, s;
     RFK_UNROLL(4)
@@ -1973,8 +1986,7 @@ RFK_DEVICE void rfk_store_value(uint16_t *p, float v) { *p = rfk_to_half(v); }
 RFK_DEVICE void rfk_store_value(float *p, float v) { *p = v; }
 RFK_DEVICE void rfk_store4(uint16_t *p, const float *x) {
     uint2 v;
-    v.x = rfk_to_half(x[0]) | (uint32_t)rfk_to_half(x[1]) << 16;
-    v.y = rfk_to_half(x[2]) | (uint32_t)rfk_to_half(x[3]) << 16;
+    v.x = rfk_to_half2(x[0], x[1]), v.y = rfk_to_half2(x[2], x[3]);
     *reinterpret_cast<uint2 *>(p) = v;
 }
 RFK_DEVICE void rfk_store4(float *p, const float *x) { rfk_set4(p, 0, 4, x); }
@@ -2007,6 +2019,7 @@ template <class KV> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_latent_sto
 /* Store a step's keys and values in their cells, [seq][head][cell][dim]. PER values a thread, all of one head.
  *   grid [ceil(heads * (dk + dv) / (256 * PER)), T]   block 256 */
 template <class KV, int PER> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_kv_store(rfk_store_args a) {
+    rfk_wait_previous();
     uint32_t i = PER * (blockIdx.x * RFK_BLOCK + threadIdx.x), n_k = a.n_kv_heads * a.head_dim;
     bool key = i < n_k;
     uint32_t dim = key ? a.head_dim : a.head_dim_v;
@@ -6465,6 +6478,7 @@ RFK_DEVICE void rfk_join4(const rfk_tiles_args &t, uint32_t tile, uint32_t i, fl
 /* Split-K reduction of a tile, 1024 results a block.
  *   grid as rfk_matmul's, but z: results of a tile / 1024   block 256 */
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_join_tiles(rfk_tiles_args t) {
+    rfk_wait_previous();
     uint32_t number = blockIdx.y;
     const rfk_product p = rfk_pick(t.m, &number);
     const uint32_t i = 4 * (blockIdx.z * RFK_BLOCK + threadIdx.x), row = number * t.rows + i % t.rows,
@@ -8108,6 +8122,14 @@ struct rfk_wide_barriers {
 };
 typedef rfk_wgmma_turn<RFK_WIDE_STAGES> rfk_wide_turn;
 
+/* A number that the compiler does not know: what is found of it again need not stay in registers. */
+RFK_DEVICE uint32_t rfk_tile_again(uint32_t tile) {
+#if defined(RFK_NVIDIA)
+    asm volatile("" : "+r"(tile));
+#endif
+    return tile;
+}
+
 /* Tiles with the same rows are adjacent, so that W is read from memory once. */
 RFK_DEVICE rfk_product rfk_wide_find(const rfk_wide_args &a, uint32_t tile, rfk_wide_tile &work) {
     const rfk_tiles_args &t = a.t;
@@ -8357,6 +8379,194 @@ static __global__ void RFK_RESIDENT(RFK_WIDE_BLOCK(TYPE), 1) rfk_matmul_wide(rfk
 #endif
 }
 
+/* ---- more columns, on warpgroups, weights of float32 ----
+ * rfk_matmul_wide for float32: both operands are sums of two 16-bit floats, upper and lower. All their products are
+ * added but that of the lower ones, an error of 2^-22 of a product. Columns are scaled as a whole (rfk_split_rows). The
+ * producer splits weights on their way to shared memory, and scales the 64 values of a row in a stage by a power of
+ * two, so that the largest is near 2^14: the error of a weight is 2^-22 of it or 2^-38 of the largest. Consumers scale
+ * back when they add a stage's sums to those of the stages before, as floats: units truncate when they add, 3 / 16 n_in
+ * times if they added all. Overflows for weights of 2^112. */
+
+#define RFK_SPLIT_STAGES (RFK_WIDE_STAGES / 2) /* each is two of rfk_wide_shared: upper, lower */
+
+#if defined(RFK_HAS_WGMMA)
+
+struct rfk_split_barriers {
+    rfk_mbarriers<RFK_SPLIT_STAGES> stages;
+    rfk_mbarrier put[2];                          /* a consumer's waves wait for each other */
+    rfk_mbarrier turn[2];                         /* the other consumer's products have begun */
+    float unit[RFK_SPLIT_STAGES][RFK_WGMMA_ROWS]; /* scale of a row of W in a stage */
+};
+typedef rfk_wgmma_turn<RFK_SPLIT_STAGES> rfk_split_turn;
+
+/* The 64 weights of a tile's row in a step. Rows beyond the last repeat it. */
+RFK_DEVICE const float4 *rfk_split_row(const rfk_product &p, uint32_t n_in, const rfk_wide_place &at, uint32_t i) {
+    const uint32_t row = at.work.row0 + i < p.n_out ? at.work.row0 + i : p.n_out - 1;
+    rfk_assume_global(p.w.plane[0]);
+    return reinterpret_cast<const float4 *>(p.w.plane[0]) +
+           ((size_t)(p.row0 + row) * n_in + at.step * RFK_WGMMA_DEPTH) / 4;
+}
+/* The L2 loads a step's weights, a row a thread. */
+RFK_DEVICE void rfk_split_prefetch(const rfk_product &p, uint32_t n_in, const rfk_wide_place &at) {
+    const float4 *from = rfk_split_row(p, n_in, at, threadIdx.x % RFK_WARPGROUP);
+#if defined(RFK_NVIDIA)
+    asm volatile("prefetch.global.L2 [%0];\nprefetch.global.L2 [%0 + 128];" ::"l"(from));
+#else
+    (void)from;
+#endif
+}
+/* A producer thread has weights of every 16th row: values 4i .. 4i + 3 and those 32 after them, i its lane of eight.
+ * They become word i of the row; columns have that order, too (rfk_split_args.wide). */
+RFK_DEVICE void rfk_split_fetch(const rfk_product &p, uint32_t n_in, const rfk_wide_place &at, uint32_t j,
+                                float (&v)[8]) {
+    const uint32_t thread = threadIdx.x % RFK_WARPGROUP;
+    const float4 *from = rfk_split_row(p, n_in, at, thread / 8 + 16 * j) + thread % 8, a = from[0], b = from[8];
+    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+}
+/* Split eight of them, and store both terms and the scale. */
+RFK_DEVICE void rfk_split_store(const float (&v)[8], uint32_t j, int4 (*upper)[8], int4 (*lower)[8], float *unit) {
+    const uint32_t word = threadIdx.x % 8, row = threadIdx.x % RFK_WARPGROUP / 8 + 16 * j;
+    float top = 0;
+    RFK_UNROLL(8)
+    for (uint32_t k = 0; k < 8; k++) top = fmaxf(top, fabsf(v[k]));
+    RFK_UNROLL(3)
+    for (int mask = 1; mask < 8; mask *= 2) top = fmaxf(top, rfk_shuffle_xor<32>(top, mask));
+    uint32_t exponent = rfk_as_bits(top) >> 23, to[2][4];
+    if (exponent < 15) exponent = 15; /* tiny or all zero */
+    const float scale = rfk_as_float((268 - exponent) << 23);
+    RFK_UNROLL(4)
+    for (uint32_t k = 0; k < 4; k++) {
+        const float x = v[2 * k] * scale, y = v[2 * k + 1] * scale;
+        to[0][k] = rfk_to_half2(x, y);
+        to[1][k] = rfk_to_half2(x - rfk_from_half((uint16_t)to[0][k]), y - rfk_from_half((uint16_t)(to[0][k] >> 16)));
+    }
+    int4 words[2];
+    RFK_UNROLL(2)
+    for (uint32_t h = 0; h < 2; h++)
+        words[h].x = (int)to[h][0], words[h].y = (int)to[h][1], words[h].z = (int)to[h][2], words[h].w = (int)to[h][3];
+    upper[row][rfk_swizzled(row, word)] = words[0];
+    lower[row][rfk_swizzled(row, word)] = words[1];
+    if (word == 0) unit[row] = rfk_as_float((exponent - 14) << 23);
+}
+
+/* The producer: a step's weights are fetched while it waits for consumers, not before: the fence behind its stores
+ * would wait for these loads, too. */
+RFK_DEVICE void rfk_split_fill(const rfk_wide_args &a, rfk_wide_shared &s, rfk_split_barriers &barriers) {
+    const uint32_t n_in = a.t.m.n_in;
+    rfk_int8_rows lower = a.t.m.x8;
+    lower.q += (size_t)a.t.m.n_cols * n_in / 2;
+    rfk_wide_place at = {{0, 0, 0, 0, 0, 0, 0}, blockIdx.x, 0, 0};
+    rfk_split_turn now = {0, 0};
+    rfk_product p = a.t.m.part[0];
+    float w[RFK_WGMMA_ROWS / 16][8];
+    rfk_wide_enter(a, 0, at, p);
+    RFK_UNROLL(8)
+    for (uint32_t j = 0; j < RFK_WGMMA_ROWS / 16 && at.tile < a.n_tiles; j++) rfk_split_fetch(p, n_in, at, j, w[j]);
+    RFK_UNROLL(1)
+    while (at.tile < a.n_tiles) {
+        rfk_mbarrier *full = &barriers.stages.full[now.stage];
+        rfk_wgmma_stage<RFK_WIDE_COLS> *to = &s.stage[2 * now.stage];
+        rfk_mbarrier_wait(&barriers.stages.empty[now.stage], now.round ^ 1);
+        if (threadIdx.x % RFK_WARPGROUP == 0) {
+            rfk_wgmma_copy_x(a.t.m.x8, at.work.col0, at.work.n, at.step, to[0], full);
+            rfk_wgmma_copy_x(lower, at.work.col0, at.work.n, at.step, to[1], full);
+        }
+        if (++at.step == at.work.end) {
+            at.tile += gridDim.x;
+            rfk_wide_enter(a, 0, at, p);
+        }
+        if (at.tile < a.n_tiles) rfk_split_prefetch(p, n_in, at);
+        RFK_UNROLL(8)
+        for (uint32_t j = 0; j < RFK_WGMMA_ROWS / 16; j++)
+            rfk_split_store(w[j], j, to[0].w, to[1].w, barriers.unit[now.stage]);
+        rfk_wgmma_filled(full);
+        rfk_wgmma_next(now);
+        RFK_UNROLL(8)
+        for (uint32_t j = 0; j < RFK_WGMMA_ROWS / 16 && at.tile < a.n_tiles; j++)
+            rfk_split_fetch(p, n_in, at, j, w[j]);
+    }
+}
+
+/* A consumer's products of a tile, smallest first. Consumers take turns: one multiplies while the other one adds. */
+RFK_DEVICE void rfk_split_multiply(float (&sum)[RFK_WIDE_COLS / 2], const rfk_wide_tile &work, rfk_wgmma_operand w,
+                                   rfk_wgmma_operand x, rfk_split_barriers &barriers, rfk_split_turn &now,
+                                   uint32_t &n_turns) {
+    const uint32_t words = sizeof(rfk_wgmma_stage<RFK_WIDE_COLS>) / sizeof(int4),
+                   warpgroup = rfk_same_in_wave(threadIdx.x / RFK_WARPGROUP), row = 64 * warpgroup + rfk_wgmma_row(0);
+    RFK_UNROLL(128)
+    for (uint32_t i = 0; i < RFK_WIDE_COLS / 2; i++) sum[i] = 0;
+    RFK_UNROLL(1)
+    for (uint32_t step = work.first; step < work.end; step++) {
+        rfk_mbarrier_wait(&barriers.stages.full[now.stage], now.round);
+        const float unit[2] = {barriers.unit[now.stage][row], barriers.unit[now.stage][row + 8]};
+        const uint32_t upper = 2 * now.stage * words, lower = upper + words;
+        RFK_UNROLL(2)
+        for (uint32_t half = 0; half < 2; half++) { /* of the columns */
+            if (half && work.n <= RFK_WGMMA_COLS) break;
+            float part[1][RFK_WGMMA_COLS / 2];
+            rfk_mbarrier_wait(&barriers.turn[warpgroup], warpgroup ? n_turns : n_turns + 1); /* 0 begins */
+            n_turns++;
+            rfk_wgmma_fence();
+            RFK_UNROLL(3)
+            for (uint32_t n = 0; n < 3; n++)
+                RFK_UNROLL(4)
+                for (uint32_t k = 0; k < RFK_WGMMA_DEPTH / 16; k++)
+                    rfk_wgmma<RFK_WGMMA_COLS, true>(part[0], w + (n == 0 ? lower : upper) + 2 * k,
+                                                    x + (n == 1 ? lower : upper) + RFK_WGMMA_COLS * 8 * half + 2 * k,
+                                                    n > 0 || k > 0);
+            rfk_wgmma_commit();
+            if (threadIdx.x % 32 == 0) rfk_mbarrier_arrive(&barriers.turn[1 - warpgroup]);
+            rfk_wgmma_drain<RFK_WGMMA_COLS>(part);
+            if (threadIdx.x % 32 == 0 && (half || work.n <= RFK_WGMMA_COLS))
+                rfk_mbarrier_arrive(&barriers.stages.empty[now.stage]);
+            RFK_UNROLL(64)
+            for (uint32_t i = 0; i < RFK_WGMMA_COLS / 2; i++)
+                sum[RFK_WGMMA_COLS / 2 * half + i] =
+                    fmaf(part[0][i], unit[i % 4 / 2], sum[RFK_WGMMA_COLS / 2 * half + i]);
+        }
+        rfk_wgmma_next(now);
+    }
+}
+#endif
+
+/* grid [multiprocessors, or tiles if they are fewer]   block 384   LDS 226 KiB   n_in % 64 == 0
+ *   reads W once per 256 columns and both halves of x once per 128 rows */
+static __global__ void RFK_RESIDENT(RFK_WIDE_BLOCK(RF_TYPE_F32), 1) rfk_matmul_wide_split(rfk_wide_args a) {
+#if defined(RFK_HAS_WGMMA)
+    RFK_SHARED(rfk_split_barriers, barriers);
+    RFK_DYNAMIC(int4, memory);
+    rfk_wide_shared &s = rfk_wgmma_memory<rfk_wide_shared>(memory);
+    const uint32_t warpgroup = rfk_same_in_wave(threadIdx.x / RFK_WARPGROUP);
+    if (threadIdx.x < RFK_SPLIT_STAGES) {
+        rfk_mbarrier_init(&barriers.stages.full[threadIdx.x], RFK_WARPGROUP / 32 + 2);
+        rfk_mbarrier_init(&barriers.stages.empty[threadIdx.x], 2 * RFK_WARPGROUP / 32);
+        rfk_mbarrier_init(&barriers.put[threadIdx.x], RFK_WARPGROUP / 32);
+        rfk_mbarrier_init(&barriers.turn[threadIdx.x], RFK_WARPGROUP / 32);
+    }
+    __syncthreads();
+    if (warpgroup == 2) {
+        rfk_shrink_registers<88>();
+        rfk_split_fill(a, s, barriers);
+        return;
+    }
+    rfk_grow_registers<208>();
+    const rfk_wgmma_operand w = rfk_wgmma_at(s.stage[0].w[64 * warpgroup]), x = rfk_wgmma_at(s.stage[0].x[0]);
+    float sum[RFK_WIDE_COLS / 2];
+    rfk_split_turn now = {0, 0};
+    uint32_t n = 0, n_turns = 0;
+    RFK_UNROLL(1)
+    for (uint32_t tile = blockIdx.x; tile < a.n_tiles; tile += gridDim.x) {
+        rfk_wide_tile work;
+        (void)rfk_wide_find(a, tile, work);
+        rfk_split_multiply(sum, work, w, x, barriers, now, n_turns);
+        const rfk_product p = rfk_wide_find(a, rfk_tile_again(tile), work);
+        rfk_wide_put(a, p, work, sum, s, &barriers.put[warpgroup], n);
+    }
+#else
+    (void)a;
+#endif
+}
+
 static void (*rfk_find_wgmma(uint32_t type))(rfk_wgmma_args) {
     const uint32_t MXFP4 = rfk_built<RF_TYPE_MXFP4>::is ? RF_TYPE_MXFP4 : RF_TYPE_COUNT;
     if (type == RF_TYPE_MXFP4) return rfk_matmul_wgmma<RFK_BUILT(RFK_OTHER32), MXFP4>;
@@ -8375,6 +8585,7 @@ static void (*rfk_find_wide(uint32_t type))(rfk_wide_args) {
 #define RFK_QUANTIZED_CASE(TYPE) case TYPE: return rfk_matmul_wide<RFK_BUILT(TYPE)>;
     switch (rfk_kernel_type(type)) {
         RFK_QUANTIZED_TYPES(RFK_QUANTIZED_CASE)
+    case RF_TYPE_F32: return rfk_matmul_wide_split;
     case RF_TYPE_F16: return rfk_matmul_wide<RFK_BUILT(RF_TYPE_F16)>;
     case RF_TYPE_BF16: return rfk_matmul_wide<RFK_BUILT(RF_TYPE_BF16)>;
     default: return NULL;
@@ -8387,7 +8598,8 @@ static void (*rfk_find_wide(uint32_t type))(rfk_wide_args) {
  * takes the time: here four consumer warpgroups have 64 rows each, and decode weights right into the registers that the
  * instruction reads. A producer warpgroup copies columns. Types that share a kernel take too many registers to decode:
  * they stay with rfk_matmul_wgmma.
- * Blocks are persistent; the next tile's first weights and columns are on their way while one's sums are stored. */
+ * Blocks are persistent; the next tile's first weights and columns are on their way while one's sums are stored, and
+ * the first tile's weights while the launch before ends. */
 
 #define RFK_NARROW_COLS RFK_PAIR_TILE
 #define RFK_NARROW_CONSUMERS 4u
@@ -8679,13 +8891,6 @@ RFK_DEVICE void rfk_narrow_start(const rfk_narrow_args &a, uint32_t tile, rfk_na
     rfk_narrow_begin<TYPE>(o, p, work.row0, a.t.m.n_in);
     rfk_narrow_fetch<TYPE>(o, work.first, a.t.m.n_in);
 }
-/* A number that the compiler does not know: what is found of it again need not stay in registers. */
-RFK_DEVICE uint32_t rfk_narrow_again(uint32_t tile) {
-#if defined(RFK_NVIDIA)
-    asm volatile("" : "+r"(tile));
-#endif
-    return tile;
-}
 /* A consumer: one tile after another. */
 template <int TYPE, uint32_t COLS>
 RFK_DEVICE void rfk_narrow_consume(const rfk_narrow_args &a, rfk_narrow_shared &s, rfk_narrow_barriers &barriers) {
@@ -8693,8 +8898,9 @@ RFK_DEVICE void rfk_narrow_consume(const rfk_narrow_args &a, rfk_narrow_shared &
     rfk_narrow_weights<TYPE> weights;
     rfk_narrow_turn now = {0, 0};
     rfk_narrow_tile work;
-    uint32_t n = 0, tile = rfk_narrow_again(blockIdx.x);
+    uint32_t n = 0, tile = rfk_tile_again(blockIdx.x);
     rfk_narrow_start<TYPE>(a, tile, weights, work);
+    rfk_wait_previous();
     RFK_UNROLL(1)
     for (;;) {
         const uint32_t done = tile;
@@ -8702,7 +8908,7 @@ RFK_DEVICE void rfk_narrow_consume(const rfk_narrow_args &a, rfk_narrow_shared &
         tile += gridDim.x;
         const bool more = (COLS < RFK_NARROW_COLS || !a.lists.tile) && tile < a.n_tiles;
         if (more) rfk_narrow_start<TYPE>(a, tile, weights, work);
-        rfk_narrow_put<COLS>(a, rfk_narrow_again(done), sum[0], s, &barriers.put[threadIdx.x / RFK_WARPGROUP], n);
+        rfk_narrow_put<COLS>(a, rfk_tile_again(done), sum[0], s, &barriers.put[threadIdx.x / RFK_WARPGROUP], n);
         if (!more) return;
     }
 }
@@ -8731,6 +8937,7 @@ static __global__ void RFK_RESIDENT(RFK_NARROW_BLOCK, 1) rfk_matmul_narrow(rfk_n
     __syncthreads();
     if (rfk_same_in_wave(threadIdx.x / RFK_WARPGROUP) == RFK_NARROW_CONSUMERS) {
         rfk_shrink_registers<32>();
+        rfk_wait_previous();
         if (pairs) rfk_narrow_copy_pairs(a, work, columns, s, barriers);
         else rfk_narrow_copy<COLS>(a, s, barriers);
         return;
@@ -8915,7 +9122,8 @@ struct rfk_split_args {
     const float *in; /* [cols / per_row, in_stride], per_row of n values each, `apart` values apart */
     rfk_terms to;
     uint32_t in_stride, per_row, n, apart;
-    uint32_t one; /* F16: only the first term, in the order that rfk_matmul_wgmma wants (rfk_int8_rows.bf16) */
+    uint32_t wide; /* F16, in the order of rfk_int8_rows.bf16: 1: only the first term, for rfk_matmul_wgmma; 2: one
+                    * behind the other, words as rfk_split_fetch has them, for rfk_matmul_wide_split; 0: neither */
 };
 
 struct rfk_split_shared {
@@ -8959,13 +9167,13 @@ template <int WAVE, bool BF16> static __global__ void RFK_THREADS(RFK_BLOCK) rfk
     for (uint32_t i = threadIdx.x; i < a.n; i += RFK_BLOCK) {
         float x = in[i] * scale;
         uint16_t upper = rfk_to_half(x);
-        if (a.one) {
-            a.to.value[((size_t)(i / 64) * gridDim.x + blockIdx.x) * 64 + rfk_swizzled(blockIdx.x, i % 64 / 8) * 8 +
-                       i % 8] = upper;
-            continue;
-        }
-        to[i] = upper;
-        to[piece + i] = (upper & 0x7c00) == 0x7c00 ? (uint16_t)0 : rfk_to_half(x - rfk_from_half(upper));
+        const uint32_t word = a.wide == 2 ? i % 32 / 4 : i % 64 / 8, k = a.wide == 2 ? i % 64 / 32 * 4 + i % 4 : i % 8;
+        uint16_t *at = to + i;
+        if (a.wide)
+            at = a.to.value + ((size_t)(i / 64) * gridDim.x + blockIdx.x) * 64 + rfk_swizzled(blockIdx.x, word) * 8 + k;
+        *at = upper;
+        if (a.wide != 1)
+            at[piece] = (upper & 0x7c00) == 0x7c00 ? (uint16_t)0 : rfk_to_half(x - rfk_from_half(upper));
     }
     if (threadIdx.x == 0) a.to.unit[blockIdx.x] = rfk_as_float((exponent - 14) << 23);
 }
@@ -10597,6 +10805,7 @@ template <int WAVE, class KV, int HEAD>
 static __global__ void RFK_THREADS(RFK_FLASH_WAVES(HEAD) * WAVE) rfk_flash(rfk_attention_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
     if (!RFK_HAS_UNITS || (rfk_flash_halves<KV>::TWO && !RFK_UNITS_F16)) return; /* never launched */
+    rfk_wait_previous();
     typedef rfk_flash_shared<KV, HEAD> rfk_shared;
     RFK_DYNAMIC(int4, memory);
     rfk_shared &s = *reinterpret_cast<rfk_shared *>(memory);
@@ -10794,6 +11003,7 @@ RFK_DEVICE void rfk_panel_step(rfk_flash_wave<32, RFK_FLASH_WGMMA_HEAD> &w, cons
 /* grid and order as rfk_flash's   block 256   LDS 65 KiB   rows_per_block = 128 / heads of a group */
 static __global__ void RFK_THREADS(2 * RFK_WARPGROUP) rfk_flash_wgmma(rfk_attention_args a) {
 #if defined(RFK_HAS_WGMMA)
+    rfk_wait_previous();
     RFK_DYNAMIC(int4, memory);
     typedef rfk_flash_panel rfk_panels[2];
     rfk_panels &panel = rfk_wgmma_memory<rfk_panels>(memory);
@@ -13311,10 +13521,16 @@ static bool rfk_has_tiles(const rf_dev *d, uint32_t type) {
     return !rfk_is_float_type(type) && !(d->wrong_units & needed);
 }
 
-/* Split precision: values of all terms of a row of the op's input; 0: matrix units do not multiply it. */
+/* F32 weights with fewer rows leave most of the GPU without a tile of rfk_matmul_wide_split. */
+#define RFK_SPLIT_MIN_ROWS 1024u
+
+/* Split precision: values of all terms of a row of the op's input; 0: matrix units do not multiply it, or split it
+ * themselves (rfk_matmul_split). */
 static uint64_t rfk_term_values(const rf_dev *d, const rf_plan *plan, const rf_op *op) {
     if ((op->kind != RF_OP_MATMUL && !rfk_has_pairs(op)) || rfk_n_in(op) % RFK_16BIT_DEPTH) return 0;
     const uint32_t type = plan->weights[op->weight].type;
+    if (type == RF_TYPE_F32 && d->wgmma && op->kind == RF_OP_MATMUL && op->matmul.n_out >= RFK_SPLIT_MIN_ROWS)
+        return rfk_row_values(op) * RFK_TERMS(false);
     if (type == RF_TYPE_F16 && d->units_f16) return rfk_row_values(op) * RFK_TERMS(false);
     return type == RF_TYPE_BF16 && d->units_bf16 ? rfk_row_values(op) * RFK_TERMS(true) : 0;
 }
@@ -14394,14 +14610,15 @@ static bool rfk_is_fused_step(const rf_prepared *p, const rf_step *step) {
 }
 
 /* rfk_config's early_carveout of kernels that call rfk_wait_previous: not 0 in a graph, and in launches of a whole step
- * of several rows. Nothing but kernels comes between these. */
+ * of several rows, be it as a decode step (p->n_few rows at most) or by rfk_matmul_narrow. Nothing but kernels comes
+ * between these. */
 static uint32_t rfk_early_carveout(const rfk_launching *l) {
     const rf_prepared *p = l->p;
-    if (!p->dev->early || !(p->capturing || (l->step->n_rows > 1 && rfk_is_fused_step(p, l->step) &&
-                                             p->fused_begin == 0 && p->fused_end == p->n_fused)))
-        return 0;
     const uint32_t n = l->step->n_rows;
-    return p->is_direct && n > RFK_DIRECT_ABOVE ? 100 : 50;
+    const bool narrow = p->n_few == RFK_FEW_MAX && n > RFK_FEW_MAX && n <= RFK_NARROW_COLS && !p->events,
+               whole = p->n_fused > 0 && p->fused_begin == 0 && p->fused_end == p->n_fused;
+    if (!p->dev->early || !(p->capturing || (n > 1 && (narrow || rfk_is_fused_step(p, l->step)) && whole))) return 0;
+    return narrow || (p->is_direct && n > RFK_DIRECT_ABOVE) ? 100 : 50;
 }
 
 /* The same for a kernel that calls rfk_wait_previous. */
@@ -14509,7 +14726,7 @@ static rf_result rfk_run_quantize(const rfk_launching *l, rfk_int8_rows to, uint
                                   uint32_t n_heads = 1, uint32_t head = 0) {
     const rfk_quantize_args a = {l->b.in, to, l->b.in_stride, n, head};
     const dim3 grid(n_rows, rfk_ceil_div(n, 4 * RFK_BLOCK), n_heads);
-    return rfk_enqueue(l, RFK_BY_WAVE(l, (rfk_quantize<32>), (rfk_quantize<64>)), grid, RFK_BLOCK, a);
+    return rfk_enqueue_early(l, RFK_BY_WAVE(l, (rfk_quantize<32>), (rfk_quantize<64>)), grid, RFK_BLOCK, a);
 }
 
 typedef void (*rfk_matmul_kernel)(rfk_matmul_args);
@@ -14646,11 +14863,12 @@ static void rfk_cut_depth(const rf_prepared *p, rfk_tiles_args *t, uint32_t tile
     t->part = t->n_splits > 1 ? p->tile_part : NULL;
 }
 
-/* Split-K reduction, together with the norm after the product if it is a simple one of all its results. */
+/* Split-K reduction, together with the norm after the product if it is a simple one of all its results. That has a
+ * block a column: in steps of few, two launches that begin early are faster. */
 static rf_result rfk_run_join(rfk_launching *l, const rfk_tiles_args *t, uint32_t row_tiles, uint32_t col_tiles) {
     const rfk_product *p = &t->m.part[0];
     rfk_launching next;
-    if (l->together == 1 && l->index + 1 < l->end &&
+    if (l->together == 1 && l->index + 1 < l->end && !rfk_early_carveout(l) &&
         !rf_op_begins_segment(l->p->plan, l->index + 1) && /* a call may end there: bits must not depend on that */
         !p->bias && !p->factor && p->softcap == 0 &&
         rfk_find_op(l, l->index + 1, &next) && next.op->kind == RF_OP_RMS_NORM && next.op->norm.n_groups == 1 &&
@@ -14664,8 +14882,10 @@ static rf_result rfk_run_join(rfk_launching *l, const rfk_tiles_args *t, uint32_
                                a);
         }
     }
-    return rfk_enqueue(l, rfk_join_tiles, dim3(col_tiles, row_tiles, t->rows * t->cols / (4 * RFK_BLOCK)), RFK_BLOCK,
-                       *t);
+    const uint32_t n_cols = t->m.n_cols < t->cols ? t->m.n_cols : t->cols;
+    return rfk_enqueue_early(l, rfk_join_tiles,
+                             dim3(col_tiles, row_tiles, rfk_ceil_div((uint64_t)t->rows * n_cols, 4 * RFK_BLOCK)),
+                             RFK_BLOCK, *t);
 }
 
 /* Tiles of int8, on matrix units or by dot products. */
@@ -14688,12 +14908,12 @@ static rf_result rfk_run_tiles(rfk_launching *l, const rfk_matmul_args *products
     return rfk_run_join(l, &t, row_tiles, col_tiles);
 }
 
-/* Split the input of a launch into terms: n_cols rows of n values, per_row of them `apart` values apart. one: as
+/* Split the input of a launch into terms: n_cols rows of n values, per_row of them `apart` values apart. wide: as
  * rfk_split_args. */
 template <bool BF16>
 static rf_result rfk_run_split_rows(const rfk_launching *l, uint32_t n_cols, uint32_t n, uint32_t per_row = 1,
-                                    uint32_t apart = 0, uint32_t one = 0) {
-    rfk_split_args z = {l->b.in, l->p->terms, l->b.in_stride, per_row, n, apart, one};
+                                    uint32_t apart = 0, uint32_t wide = 0) {
+    rfk_split_args z = {l->b.in, l->p->terms, l->b.in_stride, per_row, n, apart, wide};
     void (*cut)(rfk_split_args) = RFK_BY_WAVE(l, (rfk_split_rows<32, BF16>), (rfk_split_rows<64, BF16>));
     return rfk_enqueue(l, cut, dim3(n_cols), RFK_BLOCK, z);
 }
@@ -14762,7 +14982,8 @@ static rf_result rfk_launch_wide(const rfk_launching *l, const rfk_wgmma_args *n
 }
 
 static rf_result rfk_launch_narrow(const rfk_launching *l, const rfk_narrow_args *a, dim3 grid) {
-    const rfk_config c = {grid, dim3(RFK_NARROW_BLOCK), RFK_NARROW_BYTES, 0, l->q->stream, 0};
+    const uint32_t early = a->lists.tile ? 0 : rfk_early_carveout(l);
+    const rfk_config c = {grid, dim3(RFK_NARROW_BLOCK), RFK_NARROW_BYTES, early, l->q->stream, 0};
     const uint32_t n_cols = a->lists.tile ? RFK_NARROW_COLS : a->t.m.n_cols;
     return rfk_enqueue_config(l, rfk_find_narrow(l->p->plan->weights[l->op->weight].type, n_cols), c, *a);
 }
@@ -14796,14 +15017,14 @@ static rf_result rfk_run_wgmma(rfk_launching *l, const rfk_matmul_args *products
     t->m.x8.bf16 = t->m.n_cols;
     t->rows = RFK_WGMMA_ROWS, t->cols = RFK_WGMMA_COLS;
     if (rfk_is_float_type(type)) t->m.x8.q = (int *)(void *)l->p->terms.value; /* the int8 rows may be in use */
-    if (type == RF_TYPE_F16) {
+    if (type == RF_TYPE_F16 || type == RF_TYPE_F32) {
         a.unit = l->p->terms.unit;
-        r = rfk_run_split_rows<false>(l, t->m.n_cols, t->m.n_in, 1, 0, 1);
+        r = rfk_run_split_rows<false>(l, t->m.n_cols, t->m.n_in, 1, 0, type == RF_TYPE_F32 ? 2 : 1);
     } else if (l->b.quantize || type == RF_TYPE_BF16) {
         r = rfk_run_quantize(l, t->m.x8, t->m.n_cols, t->m.n_in);
     }
     const uint32_t row_tiles = rfk_make_products(l, &t->m, t->rows), col_tiles = rfk_ceil_div(t->m.n_cols, t->cols),
-                   together = col_tiles > 1 ? 2 : 1; /* tiles of 128 columns in a block */
+                   together = col_tiles > 1 || type == RF_TYPE_F32 ? 2 : 1; /* tiles of 128 columns in a block */
     rfk_cut_depth(l->p, t, row_tiles * rfk_ceil_div(col_tiles, together) * together, RFK_DEPTH / 32, together);
     if (r == RF_OK && together > 1) r = rfk_launch_wide(l, &a, row_tiles);
     else if (r == RF_OK) r = rfk_launch_wgmma(l, &a, dim3(1, row_tiles, t->n_splits));
@@ -14829,7 +15050,7 @@ static rf_result rfk_run_matmul(rfk_launching *l) {
     bool tiles = a.n_cols > RFK_MATVEC_COLS;
     if (tiles && rfk_has_tiles(l->p->dev, type)) return rfk_run_tiles(l, &a);
     if (!rfk_is_float_type(type)) tiles = false;
-    if (tiles && rfk_term_values(l->p->dev, l->p->plan, op))
+    if (tiles && type != RF_TYPE_F32 && rfk_term_values(l->p->dev, l->p->plan, op))
         return type == RF_TYPE_F16 ? rfk_run_16bit<false>(l, &a) : rfk_run_16bit<true>(l, &a);
     if (tiles && type == RF_TYPE_F32 && l->p->dev->units_bf16 && a.n_in % RFK_16BIT_DEPTH == 0 && a.aligned)
         return rfk_run_matmul_split(l, &a);
@@ -14864,7 +15085,7 @@ static rf_result rfk_run_rope(const rfk_launching *l) {
     a.group = r->n_rot / 2 < RFK_BLOCK ? r->n_rot / 2 : RFK_BLOCK;
     dim3 grid(l->n_rows, rfk_ceil_div(a.n_heads[0] + (uint64_t)a.n_heads[1], RFK_ROPE_HEADS * (RFK_BLOCK / a.group)),
               rfk_ceil_div(r->n_rot / 2, RFK_BLOCK));
-    return rfk_enqueue(l, rfk_rope, grid, RFK_BLOCK, a);
+    return rfk_enqueue_early(l, rfk_rope, grid, RFK_BLOCK, a);
 }
 
 static rf_result rfk_run_kv_store(const rfk_launching *l) {
@@ -14900,7 +15121,7 @@ static rf_result rfk_run_kv_store(const rfk_launching *l) {
     void (*full)(rfk_store_args) = per == 4 ? rfk_kv_store<float, 4> : rfk_kv_store<float, 1>;
     void (*half)(rfk_store_args) = per == 4 ? rfk_kv_store<uint16_t, 4> : rfk_kv_store<uint16_t, 1>;
     dim3 grid(rfk_ceil_div((uint64_t)s->n_kv_heads * (s->head_dim + s->head_dim_v), RFK_BLOCK * per), l->n_rows);
-    return rfk_enqueue(l, l->p->cache_type == RF_CACHE_F32 ? full : half, grid, RFK_BLOCK, a);
+    return rfk_enqueue_early(l, l->p->cache_type == RF_CACHE_F32 ? full : half, grid, RFK_BLOCK, a);
 }
 
 /* Whether a step has many rows, and its sequences have. */
@@ -14977,9 +15198,11 @@ static rfk_flash_kernel rfk_choose_flash(const rfk_launching *l) {
     const rf_attention_params *att = &l->op->attention;
     const rf_dev *d = l->p->dev;
     const rfk_flash_kernel wgmma = {rfk_flash_wgmma, 8, RFK_FLASH_WGMMA_QUERIES, RFK_FLASH_WGMMA_BYTES};
+    const uint32_t queries = att->n_heads / att->n_kv_heads * l->n_rows;
     if (l->p->cache_type == RF_CACHE_Q8_0) return rfk_find_flash<rfk_q8>(d, att->head_dim);
     if (d->wgmma && att->head_dim > 64 && att->head_dim <= RFK_FLASH_WGMMA_HEAD &&
-        att->n_heads / att->n_kv_heads * l->n_rows >= RFK_FLASH_WGMMA_QUERIES)
+        queries >= RFK_FLASH_WGMMA_QUERIES && /* rfk_flash has twice the blocks: faster if they are few */
+        4 * rfk_ceil_div(queries, RFK_FLASH_WGMMA_QUERIES) * att->n_kv_heads > d->info.compute_units)
         return wgmma;
     return rfk_find_flash<uint16_t>(d, att->head_dim);
 }
@@ -14989,7 +15212,8 @@ static rf_result rfk_run_flash(const rfk_launching *l, const rfk_flash_kernel *f
     const uint32_t blocks = rfk_ceil_div(l->n_rows, a->rows_per_block) * a->n_kv_heads,
                    units = l->p->dev->info.compute_units;
     a->reverse_from = flash->waves == 4 && blocks <= 2 * units ? units : blocks; /* 8 fill a multiprocessor */
-    const rfk_config c = {dim3(blocks), dim3(flash->waves * l->p->dev->wave), flash->shared_bytes, 0, l->q->stream, 0};
+    const rfk_config c = {dim3(blocks), dim3(flash->waves * l->p->dev->wave), flash->shared_bytes,
+                          rfk_early_carveout(l), l->q->stream, 0};
     return rfk_enqueue_config(l, flash->run, c, *a);
 }
 

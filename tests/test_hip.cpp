@@ -2582,6 +2582,72 @@ static void test_joined_norm() {
 
 /* Many columns of every quantized type on wgmma: rows and columns that fill no tile, depths of one step, of a few and of
  * several blocks; products that share a launch, and a norm and a glu that leave bfloats; experts. */
+/* Activations from 2^-90 to 2^108, one of which may be 10^4 times the others of its row, a row of zeros, and weights among
+ * which are subnormal ones: each row of results is right for its own size, in both kinds of weights. So many rows are tiles.
+ * Weights behind the first 64 of a row are 2^12 times as large, their activations 2^-12 times. */
+static void float_ranges(uint32_t type, uint32_t device, uint32_t n_in, uint32_t n_out, uint32_t n_rows) {
+    const uint32_t n_small = 10; /* rows of W with small weights */
+    Rig g(devices[device]);
+    uint32_t in = g.buffer(n_in), out = g.buffer(n_out);
+    std::vector<float> w_values = values((size_t)n_in * n_out), x = values((size_t)n_in * n_rows);
+    const size_t size = type == RF_TYPE_F32 ? 4 : 2;
+    std::vector<uint8_t> w(size * w_values.size());
+    for (size_t i = 0; i < w_values.size(); i++) {
+        float v = ldexpf(w_values[i], (i < (size_t)n_small * n_in ? -16 : 0) + (i % n_in < 64 ? 0 : 12));
+        uint32_t bits;
+        memcpy(&bits, &v, 4);
+        uint16_t packed = type == RF_TYPE_F16 ? to_half(v) : (uint16_t)(bits >> 16);
+        memcpy(&w[size * i], type == RF_TYPE_F32 ? (void *)&bits : (void *)&packed, size);
+    }
+    for (size_t i = 0; i < x.size(); i++) {
+        uint32_t row = (uint32_t)(i / n_in) % 12;
+        x[i] = row == 5 ? 0 : ldexpf(i % n_in == row ? 1e4f * x[i] : x[i], 18 * ((int)row - 5) - (i % n_in < 64 ? 0 : 12));
+    }
+    g.matmul(in, out, n_in, n_out, g.weight(type, n_in, n_out, w));
+    REQUIRE(g.open(n_rows, 1, n_rows) == RF_OK, "%s", g.err.text);
+    g.set(in, x);
+    REQUIRE(g.run(rows_of(n_rows)) == RF_OK, "%s", g.err.text);
+    std::vector<float> y = g.get(out);
+    std::vector<double> wd = decode(type, w);
+    for (uint32_t t = 0; t < n_rows; t++)
+        for (uint32_t part = 0; part < 2; part++) {
+            std::vector<float> found;
+            std::vector<double> want;
+            for (uint32_t i = part * n_small; i < (part + 1) * n_small; i++) {
+                double sum = 0;
+                for (uint32_t k = 0; k < n_in; k++) sum += wd[(size_t)i * n_in + k] * x[(size_t)t * n_in + k];
+                found.push_back(y[(size_t)t * n_out + i]);
+                want.push_back(sum);
+            }
+            char what[80];
+            snprintf(what, sizeof what, "%s, row %u, %s weights, device %u", type_name(type), t, part ? "usual" : "small",
+                     device);
+            compare(found, want, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
+        }
+}
+
+/* Products of one sign, whose errors do not cancel out in the sum. */
+static void float_sums(uint32_t n_in, uint32_t n_out, uint32_t n_rows, uint32_t device) {
+    Rig g(devices[device]);
+    const uint32_t in = g.buffer(n_in), out = g.buffer(n_out);
+    std::vector<float> w = values((size_t)n_in * n_out), x = values((size_t)n_in * n_rows);
+    std::vector<double> want;
+    for (size_t i = 0; i < w.size(); i++) w[i] = fabsf(w[i]);
+    for (size_t i = 0; i < x.size(); i++) x[i] = fabsf(x[i]);
+    const uint8_t *bytes = (const uint8_t *)w.data();
+    g.matmul(in, out, n_in, n_out, g.weight(RF_TYPE_F32, n_in, n_out, std::vector<uint8_t>(bytes, bytes + 4 * w.size())));
+    REQUIRE(g.open(n_rows, 1, n_rows) == RF_OK, "%s", g.err.text);
+    g.set(in, x);
+    REQUIRE(g.run(rows_of(n_rows)) == RF_OK, "%s", g.err.text);
+    for (uint32_t t = 0; t < n_rows; t++)
+        for (uint32_t i = 0; i < n_out; i++) {
+            double sum = 0;
+            for (uint32_t k = 0; k < n_in; k++) sum += (double)w[(size_t)i * n_in + k] * x[(size_t)t * n_in + k];
+            want.push_back(sum);
+        }
+    compare(g.get(out), want, 2e-6, 2e-13, "sums of products of one sign");
+}
+
 static void bfloats_cases(uint32_t device) {
     static const uint32_t depths[] = {64, 256, 1280}, outs[] = {5, 130, 257}, rows[] = {40, 70, 200};
     for (size_t t = 1; t < N_TYPES; t++) { /* the first is F32 */
@@ -2606,6 +2672,12 @@ static void bfloats_cases(uint32_t device) {
                                {RF_TYPE_IQ4_NL, 192, 700, 300, 1, device}, {RF_TYPE_Q3_K, 512, 700, 300, 2, device},
                                {RF_TYPE_Q4_K, 2048, 300, 300, 1, device}, {RF_TYPE_MXFP4, 320, 700, 300, 0, device}};
     for (int i = 0; i < 8; i++) matmul_case(wide[i]);
+    /* float32 in two halves: several tiles a block, half a tile, splits, rows of W from the fourth on */
+    const MatmulCase split[] = {{RF_TYPE_F32, 128, 1030, 260, 1, device}, {RF_TYPE_F32, 64, 1100, 270, 2, device},
+                                {RF_TYPE_F32, 768, 1024, 33, 3, device}, {RF_TYPE_F32, 192, 1030, 130, 0, device}};
+    for (int i = 0; i < 4; i++) matmul_case(split[i]);
+    float_ranges(RF_TYPE_F32, device, 128, 1024, 34);
+    float_sums(512, 1024, 34, device);
     /* weights decoded in registers: several tiles a block, rows that end in the middle of a step, splits, columns of pairs
      * that have several vectors, more than a tile of pairs */
     const MatmulCase narrow[] = {{RF_TYPE_Q8_0, 320, 2600, 64, 1, device}, {RF_TYPE_Q5_1, 192, 300, 33, 2, device},
@@ -2630,7 +2702,7 @@ static void bfloats_cases(uint32_t device) {
     heads_case(heads[0]), heads_case(heads[1]); /* of MLA: keys with parts that rotate, values */
 }
 #ifndef RF_TEST_EMU
-static void test_bfloats() { /* and as many steps as models have */
+static void test_bfloats() { /* and as many steps and heads as models have */
     for (uint32_t d = 0; d < (uint32_t)n_devices; d++) {
         const MatmulCase large[] = {{RF_TYPE_Q4_K, 4096, 1000, 150, 2, d}, {RF_TYPE_Q6_K, 14336, 130, 200, 0, d},
                                     {RF_TYPE_Q8_0, 2048, 2500, 70, 1, d}};
@@ -2638,6 +2710,9 @@ static void test_bfloats() { /* and as many steps as models have */
         printf("    device %u: %s\n", d, bfloats ? "bfloats" : "no bfloats");
         if (bfloats) bfloats_cases(d);
         for (int i = 0; bfloats && i < 3; i++) matmul_case(large[i]);
+        const AttentionCase many = {4, 36, 128, 128, 130, 40, RF_CACHE_F16, 0, d}; /* blocks enough for rfk_flash_wgmma */
+        if (bfloats) attention_case(many);
+        if (bfloats) float_sums(14336, 1024, 130, d);
     }
 }
 #endif
@@ -3551,49 +3626,6 @@ struct OtherUnits {
     OtherUnits &operator=(const OtherUnits &) = delete;
 };
 
-/* Activations from 2^-90 to 2^108, one of which may be 10^4 times the others of its row, a row of zeros, and weights among
- * which are subnormal ones: each row of results is right for its own size, in both kinds of weights. So many rows are tiles. */
-static void float_ranges(uint32_t type, uint32_t device) {
-    const uint32_t n_in = 64, n_out = 20, n_rows = 24, n_small = 10; /* rows of W with small weights */
-    Rig g(devices[device]);
-    uint32_t in = g.buffer(n_in), out = g.buffer(n_out);
-    std::vector<float> w_values = values((size_t)n_in * n_out), x = values((size_t)n_in * n_rows);
-    const size_t size = type == RF_TYPE_F32 ? 4 : 2;
-    std::vector<uint8_t> w(size * w_values.size());
-    for (size_t i = 0; i < w_values.size(); i++) {
-        float v = i < (size_t)n_small * n_in ? ldexpf(w_values[i], -16) : w_values[i];
-        uint32_t bits;
-        memcpy(&bits, &v, 4);
-        uint16_t packed = type == RF_TYPE_F16 ? to_half(v) : (uint16_t)(bits >> 16);
-        memcpy(&w[size * i], type == RF_TYPE_F32 ? (void *)&bits : (void *)&packed, size);
-    }
-    for (size_t i = 0; i < x.size(); i++) {
-        uint32_t row = (uint32_t)(i / n_in) % 12;
-        x[i] = row == 5 ? 0 : ldexpf(i % n_in == row ? 1e4f * x[i] : x[i], 18 * ((int)row - 5));
-    }
-    g.matmul(in, out, n_in, n_out, g.weight(type, n_in, n_out, w));
-    REQUIRE(g.open(n_rows, 1, 32) == RF_OK, "%s", g.err.text);
-    g.set(in, x);
-    REQUIRE(g.run(rows_of(n_rows)) == RF_OK, "%s", g.err.text);
-    std::vector<float> y = g.get(out);
-    std::vector<double> wd = decode(type, w);
-    for (uint32_t t = 0; t < n_rows; t++)
-        for (uint32_t part = 0; part < 2; part++) {
-            std::vector<float> found;
-            std::vector<double> want;
-            for (uint32_t i = part * n_small; i < (part + 1) * n_small; i++) {
-                double sum = 0;
-                for (uint32_t k = 0; k < n_in; k++) sum += wd[(size_t)i * n_in + k] * x[(size_t)t * n_in + k];
-                found.push_back(y[(size_t)t * n_out + i]);
-                want.push_back(sum);
-            }
-            char what[80];
-            snprintf(what, sizeof what, "%s, row %u, %s weights, device %u", type_name(type), t, part ? "usual" : "small",
-                     device);
-            compare(found, want, FLOAT_TOLERANCE, NMSE_TOLERANCE, what);
-        }
-}
-
 /* Tiles on every matrix unit there is, and on none; what the emulated device had comes back. */
 /* Types up to IQ4_NL: those after it share the kernels of the last three. */
 static void test_matrix_units() {
@@ -3619,7 +3651,7 @@ static void test_matrix_units() {
             ExpertsCase experts = {type, 96, 20, 40, 2, 3, device, k % 2 == 0, true, false, true, true, t == 1};
             experts_case(experts);
             if (k % 2 == t || t == 2 || stride == 1) matmul_case(deep);
-            float_ranges(type, device);
+            float_ranges(type, device, 64, 20, 24);
         }
         AttentionCase prompts[] = {{4, 2, 128, 128, 70, 40, RF_CACHE_F16, 0, (uint32_t)kinds[k][0]},
                                    {3, 1, 80, 80, 33, 33, RF_CACHE_F16, 0, (uint32_t)kinds[k][0]},
