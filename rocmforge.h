@@ -5603,7 +5603,8 @@ typedef struct rfi_cache {
     int prefetching;              /* no cancel since the last request: readers may fill empty frames */
     int reader_waits;             /* a reader waits for a copy to end                        */
     int eval_waits;               /* an eval waits for free frames; others queue after it    */
-    uint32_t n_holding;           /* evals that need no pins: all is there, and nothing may be evicted */
+    uint32_t n_holding;           /* evals that pin what is lent alone: all is there, none is evicted */
+    uint32_t n_held;              /* tensors that it spares a pin, experts aside             */
     uint64_t held_stamp;          /* rfi_store_stamp when all were found there; 0: never     */
 } rfi_cache;
 
@@ -6982,11 +6983,17 @@ static int rfi_store_hold_all(rfi_store *s) {
     rfi_monitor_lock(&s->monitor);
     const uint64_t stamp = rfi_store_stamp(s);
     int all = !rfi_store_streams(s) && rfi_store_all_loaded(s);
-    for (uint32_t slot = 0; all && s->cache.held_stamp != stamp && slot < s->n_tensors; slot++)
-        all = s->tensors[slot].lent ||
-              (rfi_cell_is_ready(&s->tensors[slot].cell) && atomic_load(&s->tensors[slot].arrived));
-    if (all) s->cache.held_stamp = stamp;
-    s->cache.n_holding += (uint32_t)all;
+    if (all && s->cache.held_stamp != stamp) s->cache.n_held = 0;
+    for (uint32_t slot = 0; all && s->cache.held_stamp != stamp && slot < s->n_tensors; slot++) {
+        const rfi_tensor *t = &s->tensors[slot];
+        all = t->lent || (rfi_cell_is_ready(&t->cell) && atomic_load(&t->arrived));
+        s->cache.n_held += !t->lent && !rfi_tensor_weight(s, t)->n_experts;
+    }
+    if (all) {
+        s->cache.held_stamp = stamp;
+        s->cache.n_holding++;
+        atomic_fetch_add_explicit(&s->stats.hits, s->cache.n_held, memory_order_relaxed);
+    }
     rfi_monitor_unlock(&s->monitor);
     return all;
 }
@@ -20549,19 +20556,17 @@ static rf_result rfi_eval_choose(rf_session *s, uint32_t segment, uint32_t n_row
     return RF_OK;
 }
 
-/* Pin the weights of a segment, loading what is missing; the session's queue waits for copies in flight. Of experts pin
- * those in s->chosen, and all that are streamed, because the stream comes in order. */
+/* Pin the weights of a segment that are not held, loading what is missing; the session's queue waits for copies in
+ * flight. Of experts pin those in s->chosen, and all that are streamed, because the stream comes in order. */
 static rf_result rfi_eval_pin(rf_session *s, uint32_t segment, rf_error *err) {
     rfi_store *store = s->m->store;
     rf_ticket written[2] = {{0}}; /* the last copies of the store and of its lender: those of each are in one queue */
     rf_result r = RF_OK;
-    uint64_t n_hits = 0;
     for (uint32_t i = s->segment_first[segment]; r == RF_OK && i < s->segment_first[segment + 1]; i++) {
         uint32_t slot = s->segment_slots[i];
         rfi_tensor *t = &store->tensors[slot];
         if (s->holds_all && !t->lent) {
             if (s->is_expert[slot]) i += rf_plan_weight_matrices(rfi_tensor_weight(store, t)) - 1; /* all of them */
-            else n_hits++;
             continue;
         }
         if (s->is_expert[slot] && !s->chosen[slot] && !rfi_store_streams(store)) continue;
@@ -20581,7 +20586,6 @@ static rf_result rfi_eval_pin(rf_session *s, uint32_t segment, rf_error *err) {
         if (r == RF_OK && !atomic_load_explicit(&t->arrived, memory_order_acquire) && t->written.value > last->value)
             *last = t->written;
     }
-    if (n_hits) atomic_fetch_add_explicit(&store->stats.hits, n_hits, memory_order_relaxed);
     for (int i = 0; i < 2; i++)
         if (r == RF_OK && written[i].value) r = s->m->device->api->queue_after(s->queue, &written[i], err);
     return r;

@@ -536,16 +536,16 @@ static rfk_packing rfk_packing_of(uint32_t type) {
 RFK_DEVICE int4 rfk_load16(const uint8_t *p) { return *reinterpret_cast<const int4 *>(p); }
 RFK_DEVICE uint32_t rfk_load4(const uint8_t *p) { return *reinterpret_cast<const uint32_t *>(p); }
 RFK_DEVICE uint16_t rfk_load2(const uint8_t *p) { return *reinterpret_cast<const uint16_t *>(p); }
-RFK_DEVICE float4 rfk_load_float4(const uint8_t *p) { return *reinterpret_cast<const float4 *>(p); }
 RFK_DEVICE float rfk_load_half(const uint8_t *p) { return rfk_from_half(rfk_load2(p)); }
 RFK_DEVICE void rfk_load8bytes(const uint8_t *p, uint32_t *v) {
     uint2 both = *reinterpret_cast<const uint2 *>(p);
     v[0] = both.x, v[1] = both.y;
 }
 
-/* Load what a step reads once: weights of a decode step, keys and values. On NVIDIA it is the first to leave the L2
- * cache (evict-first), so that kernels' code and what they pass on stay there while all weights pass through: 1 to 5 %
- * of a step on an H200. Prompts read weights several times. */
+/* Load what a decode step reads once, or several times at about the same time: quantized weights, and halves of keys
+ * and values. On NVIDIA it is the first to leave the L2 cache (evict-first), so that kernels' code and what they pass
+ * on stay there while all weights pass through: 1 to 5 % of a step of one row on an H200, 0 to 2 % of 2 to 16. Prompts
+ * do not: they would lose 2 %. */
 template <class T> RFK_DEVICE T rfk_load_once(const void *p) {
 #if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
     return __ldcs(reinterpret_cast<const T *>(p));
@@ -563,7 +563,6 @@ RFK_DEVICE rfk_once operator+(rfk_once w, size_t n) {
     return at;
 }
 RFK_DEVICE int4 rfk_load16(rfk_once w) { return rfk_load_once<int4>(w.p); }
-RFK_DEVICE float4 rfk_load_float4(rfk_once w) { return rfk_load_once<float4>(w.p); }
 RFK_DEVICE uint32_t rfk_load4(rfk_once w) { return rfk_load_once<uint32_t>(w.p); }
 RFK_DEVICE uint16_t rfk_load2(rfk_once w) { return rfk_load_once<uint16_t>(w.p); }
 RFK_DEVICE void rfk_load8bytes(rfk_once w, uint32_t *v) {
@@ -1403,9 +1402,10 @@ RFK_DEVICE float rfk_load_any(const uint8_t *p, uint32_t type, size_t i) {
     return type == RF_TYPE_F16 ? rfk_from_half(v) : rfk_as_float((uint32_t)v << 16);
 }
 
-template <int TYPE, class P> RFK_DEVICE void rfk_load8(P p, size_t i, float *v) {
+template <int TYPE> RFK_DEVICE void rfk_load8(const uint8_t *p, size_t i, float *v) {
     if (TYPE == RF_TYPE_F32) {
-        const float4 a = rfk_load_float4(p + 4 * i), b = rfk_load_float4(p + (4 * i + 16));
+        const float4 *f = reinterpret_cast<const float4 *>(p + 4 * i);
+        float4 a = f[0], b = f[1];
         v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
         return;
     }
@@ -3592,7 +3592,6 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_matvec_float(rfk_
     uint32_t row = number * RFK_MATVEC_WAVES + threadIdx.x / WAVE;
     if (row >= p.n_out) return;
     size_t first = (size_t)(p.row0 + row) * a.n_in;
-    const rfk_once once = {p.w.plane[0]};
     const float *x[COLS];
     float sum[COLS];
     for (int c = 0; c < COLS; c++) {
@@ -3604,7 +3603,7 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_matvec_float(rfk_
         RFK_UNROLL(2)
         for (uint32_t i = lane * 8; i < a.n_in; i += WAVE * 8) {
             float w[8], v[8];
-            rfk_load8<TYPE>(once, first + i, w);
+            rfk_load8<TYPE>(p.w.plane[0], first + i, w);
             RFK_UNROLL(COLS)
             for (int c = 0; c < COLS; c++) {
                 rfk_load8<RF_TYPE_F32>(reinterpret_cast<const uint8_t *>(x[c]), i, v);
@@ -6476,7 +6475,7 @@ RFK_DEVICE void rfk_join4(const rfk_tiles_args &t, uint32_t tile, uint32_t i, fl
 }
 
 /* Split-K reduction of a tile, 1024 results a block.
- *   grid as rfk_matmul's, but z: results of a tile / 1024   block 256 */
+ *   grid as rfk_matmul's, but z: results of a tile's columns that are there / 1024   block 256 */
 static __global__ void RFK_THREADS(RFK_BLOCK) rfk_join_tiles(rfk_tiles_args t) {
     rfk_wait_previous();
     uint32_t number = blockIdx.y;
@@ -8384,8 +8383,8 @@ static __global__ void RFK_RESIDENT(RFK_WIDE_BLOCK(TYPE), 1) rfk_matmul_wide(rfk
  * added but that of the lower ones, an error of 2^-22 of a product. Columns are scaled as a whole (rfk_split_rows). The
  * producer splits weights on their way to shared memory, and scales the 64 values of a row in a stage by a power of
  * two, so that the largest is near 2^14: the error of a weight is 2^-22 of it or 2^-38 of the largest. Consumers scale
- * back when they add a stage's sums to those of the stages before, as floats: units truncate when they add, 3 / 16 n_in
- * times if they added all. Overflows for weights of 2^112. */
+ * back when they add a stage's sums to those of the stages before, as floats: a unit truncates at each addition, and
+ * there would be 3 n_in / 16 of them. Weights of about 2^100 overflow (2^113 / n_in); an infinite one gives NaN. */
 
 #define RFK_SPLIT_STAGES (RFK_WIDE_STAGES / 2) /* each is two of rfk_wide_shared: upper, lower */
 
@@ -8540,6 +8539,8 @@ static __global__ void RFK_RESIDENT(RFK_WIDE_BLOCK(RF_TYPE_F32), 1) rfk_matmul_w
     if (threadIdx.x < RFK_SPLIT_STAGES) {
         rfk_mbarrier_init(&barriers.stages.full[threadIdx.x], RFK_WARPGROUP / 32 + 2);
         rfk_mbarrier_init(&barriers.stages.empty[threadIdx.x], 2 * RFK_WARPGROUP / 32);
+    }
+    if (threadIdx.x < 2) { /* of each consumer */
         rfk_mbarrier_init(&barriers.put[threadIdx.x], RFK_WARPGROUP / 32);
         rfk_mbarrier_init(&barriers.turn[threadIdx.x], RFK_WARPGROUP / 32);
     }
@@ -12970,7 +12971,7 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
         r = rfk_fail(err, RF_ERR_UNSUPPORTED, 0, 0, "%s: %s", d->info.name, d->info.note);
     if (r == RF_OK) r = rfk_run_probe(d, err);
 #if defined(ROCMFORGE_HIP_EMU)
-    d->clusters = d->wave == 32; /* and the others join by tickets: tests run both ways */
+    d->early = d->clusters = d->wave == 32; /* the others have no early launches, and join by tickets */
 #endif
 #if defined(RFK_NVIDIA)
     cudaFuncAttributes kernel;
@@ -13176,7 +13177,7 @@ static rf_result rfk_write_repacked(rf_queue *q, const rf_plan_weight *w, uint8_
 static void rfk_table_bind(rf_table *t, uint32_t slot, const rfk_weight &w) {
     t->slots[slot].w = w;
     t->slots[slot].ready = 1;
-    __atomic_add_fetch(&t->generation, 1, __ATOMIC_RELAXED);
+    __atomic_add_fetch(&t->generation, 1, __ATOMIC_RELEASE);
 }
 
 static rf_result rfk_weight_write(rf_table *t, rf_queue *q, const rf_weight_part *part, rf_ticket *ticket,
@@ -13225,7 +13226,7 @@ static rf_result rfk_weight_write(rf_table *t, rf_queue *q, const rf_weight_part
 /* An expert's address stays on the device: the host runs no op whose rows chose an expert that is not loaded. */
 static void rfk_weight_clear(rf_table *t, uint32_t slot) {
     memset(&t->slots[slot], 0, sizeof t->slots[slot]);
-    __atomic_add_fetch(&t->generation, 1, __ATOMIC_RELAXED);
+    __atomic_add_fetch(&t->generation, 1, __ATOMIC_RELEASE);
 }
 
 /* ==== 7 Plan ================================================================================================ >>plan
@@ -13529,7 +13530,8 @@ static bool rfk_has_tiles(const rf_dev *d, uint32_t type) {
 static uint64_t rfk_term_values(const rf_dev *d, const rf_plan *plan, const rf_op *op) {
     if ((op->kind != RF_OP_MATMUL && !rfk_has_pairs(op)) || rfk_n_in(op) % RFK_16BIT_DEPTH) return 0;
     const uint32_t type = plan->weights[op->weight].type;
-    if (type == RF_TYPE_F32 && d->wgmma && op->kind == RF_OP_MATMUL && op->matmul.n_out >= RFK_SPLIT_MIN_ROWS)
+    if (type == RF_TYPE_F32 && d->wgmma && op->kind == RF_OP_MATMUL && op->matmul.n_out >= RFK_SPLIT_MIN_ROWS &&
+        rfk_n_in(op) % RFK_WGMMA_DEPTH == 0)
         return rfk_row_values(op) * RFK_TERMS(false);
     if (type == RF_TYPE_F16 && d->units_f16) return rfk_row_values(op) * RFK_TERMS(false);
     return type == RF_TYPE_BF16 && d->units_bf16 ? rfk_row_values(op) * RFK_TERMS(true) : 0;
@@ -14609,13 +14611,18 @@ static bool rfk_is_fused_step(const rf_prepared *p, const rf_step *step) {
     return step->n_rows <= p->n_few && step->n_logits <= step->n_rows && !p->events;
 }
 
+/* Whether a step's rows are so few, but too many for a decode step, that rfk_matmul_narrow multiplies them and launches
+ * begin early. */
+static bool rfk_is_narrow_step(const rf_prepared *p, const rf_step *step) {
+    return p->dev->early && p->n_few == RFK_FEW_MAX && step->n_rows > RFK_FEW_MAX && step->n_rows <= RFK_NARROW_COLS;
+}
+
 /* rfk_config's early_carveout of kernels that call rfk_wait_previous: not 0 in a graph, and in launches of a whole step
- * of several rows, be it as a decode step (p->n_few rows at most) or by rfk_matmul_narrow. Nothing but kernels comes
- * between these. */
+ * of several rows. Nothing but kernels comes between these. */
 static uint32_t rfk_early_carveout(const rfk_launching *l) {
     const rf_prepared *p = l->p;
     const uint32_t n = l->step->n_rows;
-    const bool narrow = p->n_few == RFK_FEW_MAX && n > RFK_FEW_MAX && n <= RFK_NARROW_COLS && !p->events,
+    const bool narrow = rfk_is_narrow_step(p, l->step) && !p->events,
                whole = p->n_fused > 0 && p->fused_begin == 0 && p->fused_end == p->n_fused;
     if (!p->dev->early || !(p->capturing || (n > 1 && (narrow || rfk_is_fused_step(p, l->step)) && whole))) return 0;
     return narrow || (p->is_direct && n > RFK_DIRECT_ABOVE) ? 100 : 50;
@@ -14864,11 +14871,12 @@ static void rfk_cut_depth(const rf_prepared *p, rfk_tiles_args *t, uint32_t tile
 }
 
 /* Split-K reduction, together with the norm after the product if it is a simple one of all its results. That has a
- * block a column: in steps of few, two launches that begin early are faster. */
+ * block a column: in steps of few, two launches that begin early are faster, and a step run by segments, whose launches
+ * do not, has the same bits. */
 static rf_result rfk_run_join(rfk_launching *l, const rfk_tiles_args *t, uint32_t row_tiles, uint32_t col_tiles) {
     const rfk_product *p = &t->m.part[0];
     rfk_launching next;
-    if (l->together == 1 && l->index + 1 < l->end && !rfk_early_carveout(l) &&
+    if (l->together == 1 && l->index + 1 < l->end && !rfk_is_narrow_step(l->p, l->step) &&
         !rf_op_begins_segment(l->p->plan, l->index + 1) && /* a call may end there: bits must not depend on that */
         !p->bias && !p->factor && p->softcap == 0 &&
         rfk_find_op(l, l->index + 1, &next) && next.op->kind == RF_OP_RMS_NORM && next.op->norm.n_groups == 1 &&
@@ -15865,7 +15873,7 @@ static void rfk_bind_deferred_norm(rf_prepared *p, const rfk_fused *f, rfk_fused
 template <int WAVE> static void (*rfk_find_fused_matvec(bool other, uint32_t fragments))(rfk_fused_args) {
     if (other) return rfk_fused_matvec<WAVE, 1, true>;
 #if defined(RFK_NVIDIA)
-    (void)fragments; /* 2: rfk_pairs_matvec */
+    (void)fragments; /* of 2, the caller takes rfk_pairs_matvec */
     return rfk_fused_matvec<WAVE, 1, false>;
 #else
     return fragments == 1 ? rfk_fused_matvec<WAVE, 1, false> : rfk_fused_matvec<WAVE, RFK_MAX_IN_FLIGHT, false>;
