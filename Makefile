@@ -20,7 +20,7 @@ HAVE_CXX = $(shell command -v $(CXX))
 EMULATED = $(if $(HAVE_CXX),$(B)/test_hip $(B)/hip_model $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_mtp $(B)/hip_group $(B)/hip_ranks $(B)/rocmforge_cli_emu $(B)/ranks_emu)
 EMULATED_TESTS = $(filter-out %_emu,$(EMULATED))
 # test_sanitizers.sh runs all of test_hip, its slow part too
-SLOW_PARTS = $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_group $(B)/hip_ranks
+SLOW_PARTS = $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_group +$(B)/hip_ranks
 IN_PARTS = $(B)/test_hip $(SLOW_PARTS)
 
 # as many jobs as there are cores, unless -j says otherwise
@@ -136,8 +136,8 @@ clean:    ## remove build/
 help:    ## this list
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## \(.*\)/  make \1	\2/p' Makefile | expand -t 18
 
-# Sanitizers make vector kernels compile for minutes: they are left out there, unless SANITIZED= keeps them (with clang and calls
-# that check each access it is a minute and a half, and tests of models then take a fraction of the time).
+# Sanitizers make vector kernels compile for minutes: they are left out there, unless SANITIZED= keeps them (with clang it is two
+# minutes, and tests of models then take a fraction of the time).
 SANITIZED := $(if $(findstring sanitize,$(CFLAGS)),-DROCMFORGE_NO_SIMD)
 
 # The implementation is compiled once, into an archive. tests/internals.awk makes its static functions visible: suites include

@@ -259,7 +259,7 @@ struct hip_emu_wave {
     unsigned kind;               /* what the first lane to arrive does */
     hip_emu_queue waiting;       /* for the other lanes */
     uint64_t value[2][64];       /* two rounds: a fast lane may be one ahead */
-    alignas(4) unsigned char operands[2][64][128]; /* of matrix units: see hip_emu_product */
+    alignas(4) unsigned char operands[2][4096]; /* of matrix units: see hip_emu_product */
 };
 
 struct hip_emu_shared_block {
@@ -289,13 +289,13 @@ struct hip_emu_machine {
     size_t dynamic_bytes; /* of shared memory, asked for by the launch */
     hip_emu_fiber *self;
     dim3 grid, block, index;
-    unsigned n_threads, n_finished, arrived, idle;
+    unsigned wave, n_threads, n_finished, arrived, idle; /* wave: its lanes */
     bool rests, others_ran; /* hip_emu_wait */
     hip_emu_cluster *cluster;           /* null: the block is alone */
     unsigned rank, arriving, arrivals;  /* in the cluster; threads at its barrier, and how often all have been there */
     const std::function<void()> *body;
 
-    hip_emu_machine() : main_sp(nullptr), dynamic_bytes(0), self(nullptr), n_threads(0), n_finished(0), arrived(0), idle(0), rests(false), others_ran(false), cluster(nullptr), rank(0), arriving(0), arrivals(0), body(nullptr) {
+    hip_emu_machine() : main_sp(nullptr), dynamic_bytes(0), self(nullptr), wave(0), n_threads(0), n_finished(0), arrived(0), idle(0), rests(false), others_ran(false), cluster(nullptr), rank(0), arriving(0), arrivals(0), body(nullptr) {
         ready.first = waiting.first = nullptr;
         for (unsigned i = 0; i < 16; i++) named[i].arrived = 0, named[i].waiting.first = nullptr;
         fibers.reserve(hip_emu_max_threads);
@@ -374,17 +374,19 @@ HIP_EMU_UNCHECKED static inline void hip_emu_named_barrier(unsigned id, unsigned
 /* Every lane waits for all others of its wave. `kind` must be the same for all lanes. */
 HIP_EMU_UNCHECKED static inline void hip_emu_meet(unsigned kind) {
     hip_emu_machine *m = hip_emu_here;
-    hip_emu_wave *w = m->self->wave;
-    if (w->finished) hip_emu_die("a shuffle after a lane of the wave has left");
-    if (w->arrived == 0) w->kind = kind;
-    else if (w->kind != kind) hip_emu_die("lanes of a wave are in different shuffles");
-    m->idle = 0;
+    hip_emu_fiber *f = m->self;
+    hip_emu_wave *w = f->wave;
+    if (w->arrived == 0) {
+        if (w->finished) hip_emu_die("a shuffle after a lane of the wave has left");
+        w->kind = kind;
+    } else if (w->kind != kind) hip_emu_die("lanes of a wave are in different shuffles");
     if (++w->arrived == w->size) {
         w->arrived = 0;
         w->round++;
+        m->idle = 0;
         hip_emu_prepend_all(&m->ready, &w->waiting);
     } else {
-        hip_emu_append(&w->waiting, m->self);
+        hip_emu_append(&w->waiting, f);
         hip_emu_run_next(m);
     }
 }
@@ -658,28 +660,54 @@ HIP_EMU_UNCHECKED static void hip_emu_spread(typename E::element *to, const void
     }
 }
 
-/* d[i] = c[i] + the product's element that this lane's result i is. Lanes give their elements of A, then of B, and read all. */
+/* Where elements of a lane are in A, whose rows are 16, and in B, column by column. */
+template <class L, class E> struct hip_emu_places {
+    enum { n_a = L::a_words * E::per_word, n_b = L::b_words * E::per_word, columns = L::results * L::lanes / 16 };
+    uint16_t a[L::lanes][n_a], b[L::lanes][n_b];
+    hip_emu_places() {
+        for (unsigned k = 0; k < L::depth; k++) {
+            for (unsigned row = 0; row < 16; row++) {
+                const hip_emu_place p = L::a(row, k);
+                a[p.lane][p.element] = static_cast<uint16_t>(row * L::depth + k);
+            }
+            for (unsigned column = 0; column < columns; column++) {
+                const hip_emu_place p = L::b(k, column);
+                b[p.lane][p.element] = static_cast<uint16_t>(column * L::depth + k);
+            }
+        }
+    }
+};
+
+/* d[i] = c[i] + the product's element that this lane's result i is. Lanes give their elements of A and B, and read all. */
 template <class L, class E, class R>
 HIP_EMU_UNCHECKED static void hip_emu_product(R *d, const void *a, const void *b, const R *c) {
     typedef typename E::element element;
-    enum { n_a = L::a_words * E::per_word, n_b = L::b_words * E::per_word };
-    static_assert(n_a + n_b <= 32 && sizeof(element) == 4, "operands of a lane");
+    typedef hip_emu_places<L, E> places;
+    static const places at;
     hip_emu_wave *wave = hip_emu_here->self->wave;
     const unsigned lane = hip_emu_here->self->lane, round = wave->round & 1, each = L::lanes / L::copies;
     if (wave->size != L::lanes) hip_emu_die("a matrix instruction for waves of another size");
-    element(*all)[32] = reinterpret_cast<element(*)[32]>(wave->operands[round]);
-    hip_emu_spread<E, L::a_words>(all[lane], a);
-    hip_emu_spread<E, L::b_words>(all[lane] + n_a, b);
+    element *all_a = reinterpret_cast<element *>(wave->operands[round]), *all_b = all_a + 16 * L::depth;
+    element own[places::n_a + places::n_b];
+    static_assert((16 + places::columns) * L::depth * sizeof *own <= sizeof wave->operands[0], "operands of a wave");
+    hip_emu_spread<E, L::a_words>(own, a);
+    hip_emu_spread<E, L::b_words>(own + places::n_a, b);
+    if (lane < each) {
+        for (unsigned i = 0; i < places::n_a; i++) all_a[at.a[lane][i]] = own[i];
+        for (unsigned i = 0; i < places::n_b; i++) all_b[at.b[lane][i]] = own[places::n_a + i];
+    }
     hip_emu_meet(0x30000);
-    if (lane >= each && memcmp(all[lane], all[lane - each], (n_a + n_b) * sizeof(element)))
-        hip_emu_die("a matrix operand differs between the lanes that repeat it");
+    if (lane >= each) {
+        element first[places::n_a + places::n_b];
+        for (unsigned i = 0; i < places::n_a; i++) first[i] = all_a[at.a[lane - each][i]];
+        for (unsigned i = 0; i < places::n_b; i++) first[places::n_a + i] = all_b[at.b[lane - each][i]];
+        if (memcmp(first, own, sizeof own)) hip_emu_die("a matrix operand differs between the lanes that repeat it");
+    }
     for (unsigned i = 0; i < L::results; i++) {
-        hip_emu_cell cell = L::d(lane, hip_emu_wrong_kinds & E::kind ? (i + 1) % L::results : i);
+        const hip_emu_cell cell = L::d(lane, hip_emu_wrong_kinds & E::kind ? (i + 1) % L::results : i);
+        const element *row = all_a + cell.row * L::depth, *column = all_b + cell.column * L::depth;
         typename E::exact sum = 0;
-        for (unsigned k = 0; k < L::depth; k++) {
-            const hip_emu_place p = L::a(cell.row, k), q = L::b(k, cell.column);
-            sum += static_cast<typename E::exact>(all[p.lane][p.element]) * all[q.lane][n_a + q.element];
-        }
+        for (unsigned k = 0; k < L::depth; k++) sum += static_cast<typename E::exact>(row[k]) * column[k];
         d[i] = c[i] + static_cast<R>(sum);
     }
 }
@@ -755,7 +783,7 @@ static inline hip_emu_float8 __builtin_amdgcn_wmma_f32_16x16x16_f16_w32_gfx12(hi
  * r / 8 * 1024 + r % 8 * 128 bytes after the operand's address, and of every byte's address bits 4 to 6 are xored with bits 7
  * to 9 (PTX ISA 8.7, "Shared Memory Matrix Layout", "Register Fragments and Shared Memory Matrix Layouts"). Lane l of warp w has
  * of row 16 w + l / 4 (and + 8) columns 2 (l % 4) and the next of each eight. */
-template <bool F16> HIP_EMU_UNCHECKED static float hip_emu_wgmma_value(const void *operand, unsigned row, unsigned k) {
+template <bool F16> HIP_EMU_UNCHECKED static inline float hip_emu_wgmma_value(const void *operand, unsigned row, unsigned k) {
     uintptr_t at = reinterpret_cast<uintptr_t>(operand) + row / 8 * 1024 + row % 8 * 128 + 2 * k;
     at ^= (at >> 7 & 7) << 4;
     const uint16_t *value = reinterpret_cast<const uint16_t *>(at);
@@ -1468,6 +1496,22 @@ static bool hip_emu_continue(hip_emu_machine *m) {
     return true;
 }
 
+/* Fibers for the threads of a block of this shape. */
+static void hip_emu_shape(hip_emu_machine *m, const hip_emu_machine &like, unsigned wave) {
+    const unsigned n = like.n_threads;
+    while (m->fibers.size() < n) hip_emu_add_fiber(m);
+    m->block = like.block;
+    m->n_threads = n;
+    m->wave = wave;
+    m->waves.resize((n + wave - 1) / wave);
+    for (unsigned i = 0; i < n; i++) {
+        m->fibers[i].thread = dim3(i % m->block.x, i / m->block.x % m->block.y, i / m->block.x / m->block.y);
+        m->fibers[i].lane = i % wave;
+        m->fibers[i].wave = &m->waves[i / wave];
+    }
+    for (unsigned w = 0; w < m->waves.size(); w++) m->waves[w].size = n - w * wave < wave ? n - w * wave : wave;
+}
+
 /* A machine whose fibers are the threads of block `index`. */
 static std::unique_ptr<hip_emu_machine> hip_emu_begin(const hip_emu_machine &like, dim3 index, unsigned wave, uint64_t launch) {
     if (hip_emu_idle.empty()) hip_emu_idle.emplace_back(new hip_emu_machine);
@@ -1476,32 +1520,30 @@ static std::unique_ptr<hip_emu_machine> hip_emu_begin(const hip_emu_machine &lik
     hip_emu_machine *m = own.get();
     const unsigned n = like.n_threads;
     const unsigned step = hip_emu_step(n, launch), first = launch % 3 == 1 ? n - 1 : 0;
-    while (m->fibers.size() < n) hip_emu_add_fiber(m);
     m->grid = like.grid;
-    m->block = like.block;
     m->index = index;
     m->dynamic_bytes = like.dynamic_bytes;
-    m->n_threads = n;
     m->body = like.body;
-    m->waves.resize((n + wave - 1) / wave);
+    if (m->n_threads != n || m->wave != wave || m->block.x != like.block.x || m->block.y != like.block.y) hip_emu_shape(m, like, wave);
     m->n_finished = m->arrived = m->idle = m->arriving = m->arrivals = 0;
     m->cluster = like.cluster;
     m->rank = like.rank;
     if (m->cluster) m->cluster->blocks[m->rank] = m;
-    for (unsigned i = 0; i < n; i++) {
-        m->fibers[i].thread = dim3(i % m->block.x, i / m->block.x % m->block.y, i / m->block.x / m->block.y);
-        m->fibers[i].lane = i % wave;
-        m->fibers[i].cluster_waits = 0;
-        m->fibers[i].wave = &m->waves[i / wave];
+    for (unsigned i = 0; m->cluster && i < n; i++) m->fibers[i].cluster_waits = 0;
+    hip_emu_fiber *last = &m->fibers[first];
+    m->self = last;
+    for (unsigned i = 1, turn = first; i < n; i++) {
+        turn += step;
+        if (turn >= n) turn -= n;
+        last = last->next = &m->fibers[turn];
     }
-    for (unsigned i = 0, turn = first; i < n; i++, turn = (turn + step) % n) hip_emu_append(&m->ready, &m->fibers[turn]);
+    last->next = nullptr;
+    m->ready.first = m->self->next;
+    m->ready.last = last;
     for (size_t w = 0; w < m->waves.size(); w++) {
-        m->waves[w].size = n - static_cast<unsigned>(w) * wave < wave ? n - static_cast<unsigned>(w) * wave : wave;
         m->waves[w].arrived = m->waves[w].finished = 0;
         m->waves[w].waiting.first = nullptr;
     }
-    m->self = m->ready.first;
-    m->ready.first = m->self->next;
     return own;
 }
 

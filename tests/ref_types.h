@@ -10,7 +10,7 @@
 
 static double half_value(uint16_t h) {
     int e = h >> 10 & 31, f = h & 1023;
-    double v = e == 0 ? ldexp(f, -24) : e == 31 ? (f ? NAN : INFINITY) : ldexp(1024 + f, e - 25);
+    double v = e == 31 ? (f ? NAN : INFINITY) : (double)(e ? 1024 + f : f) * (1 << (e ? e : 1)) / (1 << 25); /* exact */
     return h & 0x8000 ? -v : v;
 }
 static uint16_t rd16(const uint8_t *p) { return (uint16_t)(p[0] | p[1] << 8); }

@@ -1,7 +1,7 @@
 #!/bin/sh
 # run.sh BUILD SUITE...: run the suites from the repository root and add up their last lines "name: N passed, N failed, N skipped".
 # A suite is a program, or a script that takes BUILD; SUITE@ARGUMENT gives it one more argument. As many run at a time as there are
-# cores (or as the make above says). A suite that ends otherwise counts as one failure. Its output is kept in BUILD/NAME.log;
+# cores (or as the make above says); those that are given as +SUITE mostly wait, and run beside the others from the start. A suite that ends otherwise counts as one failure. Its output is kept in BUILD/NAME.log;
 # failures and skips are shown, with the seconds that it took by the clock and by the processors.
 build=$1
 shift
@@ -14,7 +14,7 @@ explain() {
     echo "    last lines:"
     tail -n 15 "$1" | sed 's/^/    /'
 }
-sh tests/in_parallel.sh '
+run='
     log=$build/$(basename "$NAME").log suite=${NAME%%@*} argument=
     [ "$suite" = "$NAME" ] || argument=${NAME#*@}
     start=$(date +%s)
@@ -23,9 +23,19 @@ sh tests/in_parallel.sh '
     *) "./$suite" $argument ;;
     esac >"$log" 2>&1 </dev/null
     echo "$? $(($(date +%s) - start))" >"$log.rc"
-    times >"$log.times"' "$@"
+    times >"$log.times"'
+others=
+for suite in "$@"; do
+    case $suite in
+    +*) NAME=${suite#+} sh -c "$run" & ;;
+    *) others="$others $suite" ;;
+    esac
+done
+sh tests/in_parallel.sh "$run" $others
+wait
 passed=0 failed=0 skipped=0
 for suite in "$@"; do
+    suite=${suite#+}
     log=$build/$(basename "$suite").log
     read -r rc seconds <"$log.rc"
     cpu=$(awk -F '[ms ]+' 'NR == 2 { printf "%.0f", 60 * ($1 + $3) + $2 + $4 }' "$log.times")

@@ -278,8 +278,9 @@ static const char *const by_tensors[] = {"tensors hip:0,1", "tensors hip:1,0"};
 static const char *const by_tensors[] = {"tensors hip:0,2", "tensors hip:0,1,2"}; /* 3: waves of 32 and 64, 4 KV heads as 1, 1, 2 */
 #endif
 
-/* By tensors: close to one device, since sums are in parts, and the same bits each time. */
-static void test_tensors(void) {
+/* By tensors: close to one device, since sums are in parts, and the same bits each time. `others`: the groups that the quick part
+ * leaves out, which takes one for each model, by turns. */
+static void tensors(int others) {
     static const mg_options models[] = {
         {.type = MG_F32, .n_layers = 3, .n_embd = 512, .n_heads = 8, .n_kv_heads = 4, .n_ff = 160, .seed = 9, .rope_freqs = 1},
         {.type = MG_Q8_0, .arch = "qwen3", .n_heads = 8, .n_kv_heads = 4, .n_ff = 224, .seed = 9, .tied = 1},
@@ -292,6 +293,7 @@ static void test_tensors(void) {
         mg_llama(&file, &models[i]);
         say(NULL, &file, "hip:0", &want);
         for (size_t k = 0; k < RFT_COUNT(by_tensors); k++) {
+            if (others == (k == i % RFT_COUNT(by_tensors))) continue;
             CHECK(speak_on(NULL, &file, by_tensors[k], NULL, &got, &err) == RF_OK, "%s: %s", by_tensors[k], err.text);
             CHECK(close_to(&want, &got) < limit, "%s, model %zu: off by %g", by_tensors[k], i, close_to(&want, &got));
             CHECK(i > 0 || memcmp(&want, &got, sizeof want) != 0, "%s, model %zu: the bits of one device: nothing was split", by_tensors[k], i);
@@ -301,6 +303,8 @@ static void test_tensors(void) {
         mg_free(&file);
     }
 }
+static void test_tensors(void) { tensors(0); }
+static void test_tensors_more(void) { tensors(1); }
 #endif
 
 #ifdef RF_TEST_EMU
@@ -313,7 +317,7 @@ static const mg_options mixtures[] = {
     {.arch = "glm4moe", .type = MG_Q4_0, .n_heads = 4, .n_kv_heads = 4, .head_dim = 32, .n_dense = 1, .n_ff = 128, .n_experts = 7, .n_used = 3, .n_ff_expert = 64, .n_shared = 4, .seed = 5},
     {.arch = "qwen3moe", .type = MG_Q8_0, .n_heads = 4, .n_kv_heads = 4, .head_dim = 32, .n_experts = 4, .n_used = 1, .n_ff_expert = 64, .seed = 7}};
 
-static void test_tensors_experts(void) {
+static void tensors_experts(int others) {
     static const char *const names[] = {"tensors hip:0,2", "tensors hip:3,0,2", "tensors hip:0,1,2,3"};
     static speech want, got, again;
     rf_error err;
@@ -323,6 +327,7 @@ static void test_tensors_experts(void) {
         mg_llama(&file, &mixtures[i]);
         say(NULL, &file, "hip:0", &want);
         for (size_t k = 0; k < RFT_COUNT(names); k++) {
+            if (others == (k == i % RFT_COUNT(names))) continue;
             CHECK(speak_on(NULL, &file, names[k], NULL, &got, &err) == RF_OK, "%s, mixture %zu: %s", names[k], i, err.text);
             CHECK(close_to(&want, &got) < limit, "%s, mixture %zu: off by %g", names[k], i, close_to(&want, &got));
             CHECK(speak_on(NULL, &file, names[k], NULL, &again, &err) == RF_OK, "%s: %s", names[k], err.text);
@@ -331,10 +336,12 @@ static void test_tensors_experts(void) {
         mg_free(&file);
     }
 }
+static void test_tensors_experts(void) { tensors_experts(0); }
+static void test_tensors_experts_more(void) { tensors_experts(1); }
 
 /* Decode steps as graphs, as on NVIDIA: whole steps, in which a product's blocks take the sum of its parts and quantize it
  * for the next product. The bits of steps in pieces. */
-static void test_tensors_graphs(void) {
+static void tensors_graphs(int others) {
     static const mg_options models[] = {
         {.type = MG_Q8_0, .n_heads = 8, .n_kv_heads = 4, .head_dim = 128, .n_ff = 768, .seed = 9, .tied = 1},
         {.type = MG_Q4_K, .n_heads = 6, .n_kv_heads = 3, .head_dim = 128, .n_ff = 1280, .seed = 9}};
@@ -344,6 +351,7 @@ static void test_tensors_graphs(void) {
         mg_buf file = {0};
         mg_llama(&file, &models[i]);
         for (size_t k = 0; k < RFT_COUNT(by_tensors); k++) {
+            if (others == (k == i % RFT_COUNT(by_tensors))) continue;
             CHECK(speak_on(NULL, &file, by_tensors[k], NULL, &want, &err) == RF_OK, "%s: %s", by_tensors[k], err.text);
             const uint64_t before = hip_emu_get_counts().replays;
             hip_emu_trusted_graphs(1);
@@ -355,6 +363,8 @@ static void test_tensors_graphs(void) {
         mg_free(&file);
     }
 }
+static void test_tensors_graphs(void) { tensors_graphs(0); }
+static void test_tensors_graphs_more(void) { tensors_graphs(1); }
 
 /* Each member's budget holds its own experts, or a cache of them, or they go through its ring: the same bits. */
 static void test_tensors_experts_within(void) {
@@ -466,7 +476,7 @@ static void test_tensors_refused(void) {
 
 /* By tensors, sums by kernels, by RCCL, and large ones alone by RCCL: the same bits. What does not work, or is slower, is not
  * used, and the note says so. */
-static void test_rccl(void) {
+static void rccl(size_t first, size_t end) {
     static const struct { int rccl, peers, uses; const char *note; } ways[] = {
         {HIP_EMU_RCCL_NONE, HIP_EMU_PEERS_OK, 0, "sums by kernels: hip: ncclGetUniqueId: system error"},
         {HIP_EMU_RCCL_SLOW, HIP_EMU_PEERS_OK, 0, "sums by kernels: of 14336 values kernels take "},
@@ -481,7 +491,7 @@ static void test_rccl(void) {
     static speech want, got;
     mg_buf file = {0};
     mg_llama(&file, &(mg_options){.type = MG_F32, .n_layers = 2, .n_embd = 512, .n_heads = 8, .n_kv_heads = 4, .n_ff = 160, .seed = 9, .rope_freqs = 1});
-    for (size_t k = 0; k < RFT_COUNT(names); k++)
+    for (size_t k = first; k < end; k++)
         for (size_t i = 0; i < (k ? 4 : RFT_COUNT(ways)); i++) {
             rig r;
             hip_emu_rccl(ways[i].rccl);
@@ -505,6 +515,9 @@ static void test_rccl(void) {
     hip_emu_peers(HIP_EMU_PEERS_OK);
     mg_free(&file);
 }
+
+static void test_rccl(void) { rccl(0, 1); }
+static void test_rccl_of_three(void) { rccl(1, 2); }
 
 /* Calls that fail, of RCCL too, while sums go by it: an error, or the same bits by kernels; then the session goes on by kernels. */
 static void rccl_failing(int peers, uint32_t n_runs) {
@@ -541,7 +554,7 @@ static void rccl_failing(int peers, uint32_t n_runs) {
     hip_emu_rccl(HIP_EMU_RCCL_NONE);
     mg_free(&file);
 }
-static void test_rccl_failing(void) { rccl_failing(HIP_EMU_PEERS_OK, 12), rccl_failing(HIP_EMU_PEERS_REFUSED, 12); }
+static void test_rccl_failing(void) { rccl_failing(HIP_EMU_PEERS_OK, 6), rccl_failing(HIP_EMU_PEERS_REFUSED, 6); }
 static void test_rccl_failing_more(void) { rccl_failing(HIP_EMU_PEERS_OK, 150), rccl_failing(HIP_EMU_PEERS_REFUSED, 150); }
 
 /* Members that cannot copy from each other, or do so wrongly or without end, hand activations through host memory. */
@@ -727,11 +740,15 @@ int main(int argc, char **argv) {
     hip_emu_devices(4, 0);
     hip_emu_rccl(HIP_EMU_RCCL_NONE);
     RUN(test_tensors);
+    RUN_SLOW(test_tensors_more);
     RUN(test_tensors_graphs);
+    RUN_SLOW(test_tensors_graphs_more);
     RUN(test_rccl);
+    RUN_SLOW(test_rccl_of_three);
     RUN(test_rccl_failing);
     RUN_SLOW(test_rccl_failing_more);
     RUN(test_tensors_experts);
+    RUN_SLOW(test_tensors_experts_more);
     RUN(test_tensors_experts_within);
     RUN(test_tensors_streamed);
     RUN(test_tensors_uneven);
@@ -749,6 +766,7 @@ int main(int argc, char **argv) {
 #endif
 #ifdef RF_TEST_GPUS
     RUN(test_tensors);
+    RUN(test_tensors_more);
 #endif
     RUN(test_same_bits);
     RUN(test_budgets);

@@ -19,12 +19,12 @@ name=${2-}
 case_emulated_kernels() {
     need g++ g++
     quiet $old_layout make check-c B="$build/asan_emu" CC=gcc CXX=g++ TESTS="$build/asan_emu/test_hip $build/asan_emu/fuzz_models" \
-        CFLAGS="$flags -fsanitize=address,undefined --param asan-instrumentation-with-call-threshold=0"
+        CFLAGS="$flags -fsanitize=address,undefined"
 }
 case_address_and_undefined() {
     need clang 'clang libclang-rt-14-dev'
     quiet $old_layout make check-c B="$build/asan" CC=clang SANITIZED= \
-        CFLAGS="$flags -fsanitize=address,undefined -mllvm -asan-instrumentation-with-call-threshold=0"
+        CFLAGS="$flags -fsanitize=address,undefined"
 }
 case_threads() {
     need clang 'clang libclang-rt-14-dev'
