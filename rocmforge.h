@@ -6977,7 +6977,7 @@ static uint32_t rfi_cache_pick_fallback(rfi_store *s, rfi_expert_layer *layer, u
 }
 
 /* Hold all tensors at once, if all are loaded and their copies done: 1, and none is evicted until
- * rfi_store_release_all. Not those that another store lends. Hundreds of pins for each token, and thousands for experts,
+ * rfi_store_release_all. Not those that another store lends. Hundreds of pins for each token, thousands for experts,
  * would take longer than some kernels. */
 static int rfi_store_hold_all(rfi_store *s) {
     rfi_monitor_lock(&s->monitor);
