@@ -15957,6 +15957,7 @@ static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
                               c, a);
 }
 
+#if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
 /* Whether all products of a launch have the types that rfk_pairs_matvec<true> has. */
 static bool rfk_is_q4_k_m(const rfk_product *part) {
     bool is = true;
@@ -15964,6 +15965,7 @@ static bool rfk_is_q4_k_m(const rfk_product *part) {
         if (part[i].end_block > from) is = is && RFK_IS_Q4_K_M(part[i].type);
     return is;
 }
+#endif
 
 static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     rf_prepared *p = l->p;
