@@ -6175,9 +6175,9 @@ RFK_DEVICE void rfk_wait_copies_but_two() { asm volatile("cp.async.wait_group 2;
 #else
 #define RFK_ASYNC_COPIES 0
 RFK_DEVICE void rfk_copy16(int4 *to, const int4 *from) { *to = *from; }
-RFK_DEVICE void rfk_copy16_once(int4 *to, const uint8_t *from) { *to = *reinterpret_cast<const int4 *>(from); }
 RFK_DEVICE void rfk_wait_copies() {}
 #if RFK_MAY_BE(RFK_MATRIX_SM80)
+RFK_DEVICE void rfk_copy16_once(int4 *to, const uint8_t *from) { *to = *reinterpret_cast<const int4 *>(from); }
 RFK_DEVICE void rfk_commit_copies() {}
 RFK_DEVICE void rfk_wait_copies_but_one() {}
 RFK_DEVICE void rfk_wait_copies_but_two() {}
