@@ -2567,7 +2567,7 @@ static void test_joined_norm() {
                                        {RF_TYPE_Q8_0, 288, 33, 5},  {RF_TYPE_Q4_K, 256, 70, 5},
                                        {RF_TYPE_Q8_0, 256, 33, 6}
 #ifndef RF_TEST_EMU /* whose device is too small to cut so many tiles */
-                                       , {RF_TYPE_Q8_0, 4200, 33, 1}
+                                       , {RF_TYPE_Q8_0, 4200, 66, 1}
 #endif
     };
     for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
