@@ -544,8 +544,8 @@ RFK_DEVICE void rfk_load8bytes(const uint8_t *p, uint32_t *v) {
 
 /* Load what a decode step reads once, or several times at about the same time: quantized weights, and halves of keys
  * and values. On NVIDIA it is the first to leave the L2 cache (evict-first), so that kernels' code and what they pass
- * on stay there while all weights pass through: 1 to 5 % of a step of one row on an H200, 0 to 2 % of 2 to 16. Prompts of
- * more than 32 rows do not: they would lose 2 %. */
+ * on stay there while all weights pass through: 1 to 5 % of a step of one row on an H200, 0 to 2 % of 2 to 16. Prompts
+ * of more than 32 rows do not: they would lose 2 %. */
 template <class T> RFK_DEVICE T rfk_load_once(const void *p) {
 #if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
     return __ldcs(reinterpret_cast<const T *>(p));
