@@ -5604,7 +5604,7 @@ typedef struct rfi_cache {
     int reader_waits;             /* a reader waits for a copy to end                        */
     int eval_waits;               /* an eval waits for free frames; others queue after it    */
     uint32_t n_holding;           /* evals that pin what is lent alone: all is there, none is evicted */
-    uint32_t n_held;              /* tensors that it spares a pin, experts aside             */
+    uint32_t n_held;              /* tensors that such an eval does not pin, experts aside   */
     uint64_t held_stamp;          /* rfi_store_stamp when all were found there; 0: never     */
 } rfi_cache;
 
@@ -19744,7 +19744,7 @@ struct rf_session {
     uint32_t n_segments, n_held, n_held_streamed;
     uint32_t n_slots;             /* snapshots of a sequence; 0: the model is not recurrent  */
     rfi_expert_layer *held_layer; /* whose frames are held; NULL: none are                   */
-    int holds_all;                /* 1: all tensors are held, so none is pinned              */
+    int holds_all;                /* 1: all tensors are held, only lent ones are pinned      */
     rfi_fallback *fallback;       /* experts on the CPU; NULL: none                          */
     uint64_t loading_cancels;     /* of the store, when the eval in progress began           */
     uint32_t rollback;            /* length of sequence 0 if rf_session_forward fails        */
