@@ -6554,11 +6554,39 @@ template <int WAVE> static __global__ void RFK_RESIDENT(RFK_BLOCK, 4) rfk_join_n
 #define RFK_FEW_WAVES 8u
 #define RFK_FEW_PITCH 17 /* 16-byte words from row to row in shared memory: four fragments, and one against conflicts */
 struct rfk_few_columns {
-    int4 *q;        /* [tile][n / 16][16 columns]; NULL: no memory */
-    float *d, *e;   /* [tile][n / 32][16] the scale of a group of 32, and that times its sum */
-    float *sum;     /* [tile][n / 16][16] */
-    float *squares; /* [column][n / 32] of a deferred norm */
+    int4 *q;       /* [tile][n / 16][16 columns], and behind them what follows; NULL: no memory */
+    size_t capacity; /* values that there is room for */
 };
+#define RFK_FEW_BYTES(capacity) ((capacity) / 8 * 13)
+/* [tile][n / 32][16]: the scale of a group of 32, and that times its sum. */
+RFK_DEVICE float *rfk_few_d(const rfk_few_columns &x) { return reinterpret_cast<float *>(x.q + x.capacity / 16); }
+RFK_DEVICE float *rfk_few_e(const rfk_few_columns &x) { return rfk_few_d(x) + x.capacity / 32; }
+/* [tile][n / 16][16]: sums of 16. */
+RFK_DEVICE float *rfk_few_sum(const rfk_few_columns &x) { return rfk_few_d(x) + x.capacity / 16; }
+/* [column][n / 32]: sums of squares of a deferred norm. */
+RFK_DEVICE float *rfk_few_squares(const rfk_few_columns &x) { return rfk_few_d(x) + x.capacity / 8; }
+
+/* Quantize values 4i .. 4i + 3 of a column of n, x, a group of 32 in eight adjacent lanes. norm: their weights if it is
+ * to be a deferred norm, or NULL. All lanes of the wave take part. */
+template <int WAVE>
+RFK_DEVICE void rfk_few_put(const rfk_few_columns &to, uint32_t n, uint32_t col, uint32_t i, float (&x)[4],
+                            const float *norm, bool inside) {
+    const uint32_t c = col % RFK_FEW_ROWS;
+    const size_t tile = col / RFK_FEW_ROWS;
+    float d;
+    if (norm) {
+        const float squares = rfk_group_squares<WAVE>(x);
+        if (inside && i % 8 == 0) rfk_few_squares(to)[(size_t)col * (n / 32) + i / 8] = squares;
+        RFK_UNROLL(4)
+        for (int k = 0; k < 4; k++) x[k] *= norm[k];
+    }
+    int sum, packed = rfk_quantize_lane<WAVE>(x, &d, &sum), other = rfk_shuffle_xor<WAVE>(sum, 4);
+    if (!inside) return;
+    const size_t piece = tile * n + i / 4 * RFK_FEW_ROWS + c, group = tile * (n / 2) + i / 8 * RFK_FEW_ROWS + c;
+    reinterpret_cast<int *>(to.q + piece)[i % 4] = packed;
+    if (i % 4 == 0) rfk_few_sum(to)[piece] = (float)sum;
+    if (i % 8 == 0) rfk_few_d(to)[group] = d, rfk_few_e(to)[group] = d * (float)(sum + other);
+}
 
 /* Quantize columns, behind a post-norm and as a deferred norm if there are such.
  *   grid [columns, ceil(n / 1024)]   block 256 */
@@ -6572,10 +6600,9 @@ struct rfk_few_quantize_args {
 };
 template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_few_quantize(rfk_few_quantize_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
-    const uint32_t col = blockIdx.x, i = blockIdx.y * RFK_BLOCK + threadIdx.x, c = col % RFK_FEW_ROWS;
-    const size_t tile = col / RFK_FEW_ROWS;
+    const uint32_t col = blockIdx.x, i = blockIdx.y * RFK_BLOCK + threadIdx.x;
     const bool inside = i < a.n / 4;
-    float x[4], w[4] = {1, 1, 1, 1}, d;
+    float x[4], w[4] = {1, 1, 1, 1};
     RFK_SHARED(rfk_norm_shared, s);
     RFK_UNROLL(4)
     for (uint32_t k = 0; k < 4; k++)
@@ -6588,18 +6615,7 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_few_quanti
         rfk_add(a.add, y, i, a.n, rfk_add_scale<WAVE>(a.add, y, a.n, s), x);
         if (inside) rfk_set4(a.add.out + (size_t)col * a.x_stride, i, a.n, x);
     }
-    if (a.norm) {
-        const float squares = rfk_group_squares<WAVE>(x);
-        if (inside && i % 8 == 0) a.to.squares[(size_t)col * (a.n / 32) + i / 8] = squares;
-        RFK_UNROLL(4)
-        for (int k = 0; k < 4; k++) x[k] *= w[k];
-    }
-    int sum, packed = rfk_quantize_lane<WAVE>(x, &d, &sum), other = rfk_shuffle_xor<WAVE>(sum, 4);
-    if (!inside) return;
-    const size_t piece = tile * a.n + i / 4 * RFK_FEW_ROWS + c, group = tile * (a.n / 2) + i / 8 * RFK_FEW_ROWS + c;
-    reinterpret_cast<int *>(a.to.q + piece)[i % 4] = packed;
-    if (i % 4 == 0) a.to.sum[piece] = (float)sum;
-    if (i % 8 == 0) a.to.d[group] = d, a.to.e[group] = d * (float)(sum + other);
+    rfk_few_put<WAVE>(a.to, a.n, col, i, x, a.norm ? w : NULL, inside);
 }
 
 struct rfk_few_args {
@@ -6702,9 +6718,10 @@ RFK_DEVICE void rfk_few_fragment(const rfk_few_args &a, uint32_t f, const int4 *
     RFK_UNROLL(4)
     for (uint32_t i = 0; i < (uint32_t)F::DOTS; i++) {
         const uint32_t per = PARTS == 2 ? 1 : 2, piece = rfk_fragment_piece<TYPE, WAVE>(f, i * per, n_fragments);
-        rfk_lane_values<ALL>(a.x.d + tile * (a.n_in / 2) + piece / 2 * RFK_FEW_ROWS, lane, d[i]);
-        if (has_min) rfk_lane_values<ALL>(a.x.e + tile * (a.n_in / 2) + piece / 2 * RFK_FEW_ROWS, lane, sums[i % 2]);
-        if (has_sums) rfk_lane_values<ALL>(a.x.sum + tile * a.n_in + piece * RFK_FEW_ROWS, lane, sums[i % 2]);
+        const size_t group = tile * (a.n_in / 2) + piece / 2 * RFK_FEW_ROWS;
+        rfk_lane_values<ALL>(rfk_few_d(a.x) + group, lane, d[i]);
+        if (has_min) rfk_lane_values<ALL>(rfk_few_e(a.x) + group, lane, sums[i % 2]);
+        if (has_sums) rfk_lane_values<ALL>(rfk_few_sum(a.x) + tile * a.n_in + piece * RFK_FEW_ROWS, lane, sums[i % 2]);
     }
     RFK_UNROLL(2)
     for (uint32_t g = 0; g < F::VALUES / 32; g++) {
@@ -6762,7 +6779,7 @@ RFK_DEVICE void rfk_few_store(const typename rfk_fragments<TYPE>::loaded &raw, u
 template <int WAVE>
 RFK_DEVICE void rfk_few_factors(const rfk_few_args &a, uint32_t col0, uint32_t count, float *factors) {
     for (uint32_t c = (blockDim.x - 1 - threadIdx.x) / WAVE; c < count; c += blockDim.x / WAVE) {
-        const float *squares = a.x.squares + (size_t)(col0 + c) * (a.n_in / 32);
+        const float *squares = rfk_few_squares(a.x) + (size_t)(col0 + c) * (a.n_in / 32);
         const float factor = a.norm && col0 + c < a.n_cols ? rfk_norm_factor<WAVE>(squares, a.n_in, a.eps) : 1.0f;
         if (threadIdx.x % WAVE == 0) factors[c] = factor;
     }
@@ -6781,7 +6798,6 @@ RFK_DEVICE void rfk_few_norm_out(const rfk_few_args &a, uint32_t col0, uint32_t 
 /* ---- two to four columns, by dot products ----
  * As the fused matvec: a wave has a row, its lanes fragments, which they unpack once and multiply by each column. */
 
-#define RFK_DIRECT_ABOVE 3u /* columns: up to here rfk_rows is faster than rfk_few_direct on an H200 */
 #define RFK_ROWS_MAX 4u /* columns: eight took longer, for a few as for eight */
 #if defined(RFK_NVIDIA)
 #define RFK_ROWS_RESIDENT 1 /* at 128 registers a thread, one block fills a multiprocessor */
@@ -6831,7 +6847,7 @@ template <int WAVE> RFK_DEVICE void rfk_fill_columns(const rfk_few_args &a, cons
         for (uint32_t k = 0; k < N; k++) { /* the first one again instead of those behind the end */
             const uint32_t at = i + k * RFK_ROWS_BLOCK, group = (at < end ? at : i) >> shift;
             q[k][0] = a.x.q[2 * group * RFK_FEW_ROWS + col], q[k][1] = a.x.q[(2 * group + 1) * RFK_FEW_ROWS + col];
-            d[k] = a.x.d[group * RFK_FEW_ROWS + col];
+            d[k] = rfk_few_d(a.x)[group * RFK_FEW_ROWS + col];
         }
         RFK_UNROLL(4)
         for (uint32_t k = 0; k < N; k++)
@@ -6967,12 +6983,17 @@ template <int WAVE> static void (*rfk_find_rows(bool other))(rfk_few_args) {
 
 /* ---- weights straight to mma.sync ----
  * A lane unpacks what mma.sync wants of it: of rows lane / 4 and lane / 4 + 8 the lane's quarter of each dot product.
- * The order of values in an exact sum is free, if x has the same. Results have the bits of rfk_few_fragment's. */
+ * mma.sync has eight columns and a depth of 32. Four columns of x are given to it twice: as columns 0 to 3 x of one
+ * fragment, with zeros in the upper half of the depth, as columns 4 to 7 x of the fragment after next, with zeros in
+ * the lower half. So each of a lane's results is of one fragment, and is scaled for a column that is there. The order
+ * of values in an exact sum is free, if x has the same. Results have the bits of rfk_few_fragment's. */
 
 #if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
 #define RFK_DIRECT_TYPES(X) X(RF_TYPE_Q4_K) X(RF_TYPE_Q6_K)
+#define RFK_DIRECT_TILES(COLS) ((COLS) == 16 ? 2u : 1u) /* of 16 rows, which a block has at a time */
+#define RFK_DIRECT_WAVES(COLS) (RFK_FEW_WAVES * RFK_DIRECT_TILES(COLS))
 
-/* What a block's columns, 8 or 16, have for a block of 256 weights. */
+/* What a block's columns, 4, 8 or 16, have for a block of 256 weights. */
 template <uint32_t COLS> struct rfk_direct_x {
     int4 q[16][COLS];
     float d[8][COLS];
@@ -6981,14 +7002,15 @@ template <uint32_t COLS> struct rfk_direct_x {
 /* Eight waves share a tile's columns of W; a block of 16 columns has two tiles at a time, whose waves share x. */
 template <uint32_t COLS> struct rfk_direct_shared {
     rfk_direct_x<COLS> x[RFK_FEW_WAVES][2];
-    uint8_t w[COLS][2][RFK_FEW_ROWS * 208];     /* [wave]; rfk_direct::ROW */
-    float sum[2][COLS][COLS * RFK_FEW_ROWS];    /* of a tile and of the next: [wave][column][row] */
-    float factor[COLS];                         /* as in rfk_few_shared */
+    uint8_t w[RFK_DIRECT_WAVES(COLS)][2][RFK_FEW_ROWS * 208];  /* [wave]; rfk_direct::ROW */
+    float sum[2][RFK_DIRECT_WAVES(COLS)][COLS * RFK_FEW_ROWS]; /* of a tile and of the next: [wave][column][row] */
+    float factor[COLS];                                        /* as in rfk_few_shared */
 };
 #if RFK_MAY_BE(RFK_MATRIX_SM80)
 
 /* How a wave copies a block of 256 weights of 16 rows to shared memory, and a lane reads its part of four adjacent
- * fragments. K: values of a product; ROW: bytes of a row there; head: scales; loaded: what is kept in registers. */
+ * fragments. K: values of a product; ROW: bytes of a row there; head: scales; loaded: what is kept in registers;
+ * get_scales: those of fragment 2 * half + j. */
 template <int TYPE> struct rfk_direct;
 /* A tile's two halves of eight rows: adjacent, or in a GLU the same rows of its two products. */
 struct rfk_direct_half {
@@ -7034,14 +7056,19 @@ template <> struct rfk_direct<RF_TYPE_Q4_K> {
             o.d[r] = rfk_low_half((uint32_t)head.x), o.m[r] = rfk_high_half((uint32_t)head.x);
         }
     }
-    RFK_DEVICE void unpack(const uint8_t *rows, const scales &h, uint32_t j, int (&a)[4][4],
-                           float (&s)[2][RFK_SCALES]) {
+    RFK_DEVICE void unpack(const uint8_t *rows, uint32_t j, int (&a)[4][4]) {
         RFK_UNROLL(2)
         for (int r = 0; r < 2; r++) {
             const uint2 q = *reinterpret_cast<const uint2 *>(rows + 8 * r * ROW + 16 + 32 * j + 8 * (threadIdx.x % 4));
             a[0][r] = rfk_low4((int)q.x), a[0][2 + r] = rfk_low4((int)q.y);
             a[1][r] = rfk_high4((int)q.x), a[1][2 + r] = rfk_high4((int)q.y);
-            const uint32_t scale = h.scale[r][j / 2] >> (16 * (j % 2)), min = h.min[r][j / 2] >> (16 * (j % 2));
+        }
+    }
+    RFK_DEVICE void get_scales(const scales &h, bool half, uint32_t j, float (&s)[2][RFK_SCALES]) {
+        RFK_UNROLL(2)
+        for (int r = 0; r < 2; r++) {
+            const uint32_t scale = (half ? h.scale[r][1] : h.scale[r][0]) >> (16 * j),
+                           min = (half ? h.min[r][1] : h.min[r][0]) >> (16 * j);
             s[r][0] = (float)(scale & 255), s[r][1] = (float)((scale >> 8) & 255);
             s[r][2] = (float)(min & 255), s[r][3] = (float)((min >> 8) & 255);
             s[r][4] = h.d[r], s[r][5] = h.m[r];
@@ -7083,8 +7110,7 @@ template <> struct rfk_direct<RF_TYPE_Q6_K> {
             o.d[r] = rfk_low_half(w.d[r]);
         }
     }
-    RFK_DEVICE void unpack(const uint8_t *rows, const scales &h, uint32_t j, int (&a)[4][4],
-                           float (&s)[2][RFK_SCALES]) {
+    RFK_DEVICE void unpack(const uint8_t *rows, uint32_t j, int (&a)[4][4]) {
         RFK_UNROLL(2)
         for (int r = 0; r < 2; r++) {
             const uint8_t *row = rows + 8 * r * ROW + 4 * (threadIdx.x % 4);
@@ -7092,14 +7118,23 @@ template <> struct rfk_direct<RF_TYPE_Q6_K> {
             uint32_t low[2];
             low[0] = *reinterpret_cast<const uint32_t *>(row + j / 2 * 64 + j % 2 * 16);
             low[1] = *reinterpret_cast<const uint32_t *>(row + j / 2 * 64 + j % 2 * 16 + 32);
-            int words[4];
-            rfk_words(h.scale[r], words);
             RFK_UNROLL(4)
             for (uint32_t i = 0; i < 4; i++) {
                 const uint32_t q = i < 2 ? low[i] : low[i - 2] >> 4,
                                bits = i < 2 ? high << (4 - 2 * i) : high >> (2 * i - 4);
                 a[i][r] = (int)((q & 0x0f0f0f0fu) | (bits & 0x30303030u));
-                s[r][i] = (float)(int8_t)((uint32_t)words[2 * (j / 2) + i / 2] >> (8 * (j % 2) + 16 * (i % 2)));
+            }
+        }
+    }
+    RFK_DEVICE void get_scales(const scales &h, bool half, uint32_t j, float (&s)[2][RFK_SCALES]) {
+        RFK_UNROLL(2)
+        for (int r = 0; r < 2; r++) {
+            int words[4];
+            rfk_words(h.scale[r], words);
+            RFK_UNROLL(4)
+            for (uint32_t i = 0; i < 4; i++) {
+                const uint32_t w = (uint32_t)(half ? words[2 + i / 2] : words[i / 2]);
+                s[r][i] = (float)(int8_t)(w >> (8 * j + 16 * (i % 2)));
             }
             s[r][4] = h.d[r];
         }
@@ -7125,41 +7160,76 @@ template <int K> RFK_DEVICE void rfk_mma_direct(const int *a, const int *b, cons
 #endif
 }
 
-/* Copy what eight of the columns have for block `block` to shared memory: by the waves of two tiles, eight each. */
+/* out += a b. */
+RFK_DEVICE void rfk_mma_add(const int *a, const int *b, int *out) {
+#if defined(ROCMFORGE_HIP_EMU)
+    hip_emu_mma_m16n8k32_s8(out, a, b, out);
+#else
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(out[0]), "+r"(out[1]), "+r"(out[2]), "+r"(out[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+
+/* The same over two fragments, a and upper: b's columns 0 to 3 multiply the one, 4 to 7 the other. low: all bits in
+ * lanes that have the former. */
+template <int K>
+RFK_DEVICE void rfk_mma_both(const int *a, const int *upper, const int *b, uint32_t low, const int *start, int *out) {
+    RFK_UNROLL(2)
+    for (int k = 0; k < K / 16; k++) {
+        const int both[4] = {a[2 * k], a[2 * k + 1], upper[2 * k], upper[2 * k + 1]},
+                  x[2] = {(int)((uint32_t)b[k] & low), (int)((uint32_t)b[k] & ~low)};
+        if (k == 0) rfk_mma_direct<32>(both, x, start, out);
+        else rfk_mma_add(both, x, out);
+    }
+}
+
+/* Copy what the columns have for block `block` to shared memory; of 16, the waves of each tile copy eight. */
 template <int TYPE, uint32_t COLS>
 RFK_DEVICE void rfk_direct_copy(const rfk_few_args &a, uint32_t block, rfk_direct_x<COLS> &to) {
-    const uint32_t lane = threadIdx.x % 32, two = lane / 2, half = lane % 2 * 4,
-                   eight = COLS == 8 ? blockIdx.x : 2 * blockIdx.x + threadIdx.x / 256, into = eight * 8 % COLS;
+    const uint32_t N = COLS < 8 ? COLS : 8, lane = threadIdx.x % 32, into = COLS == 16 ? threadIdx.x / 256 * 8 : 0,
+                   col = blockIdx.x * COLS + into, two = lane / (N / 4), four = lane % (N / 4) * 4;
     const bool offset = rfk_format<TYPE>::OFFSET != 0;
-    const size_t tile = eight / 2, first = eight % 2 * 8, piece = tile * a.n_in + block * 16 * RFK_FEW_ROWS + first,
+    const size_t tile = col / RFK_FEW_ROWS, first = col % RFK_FEW_ROWS,
+                 piece = tile * a.n_in + block * 16 * RFK_FEW_ROWS + first,
                  group = tile * (a.n_in / 2) + block * 8 * RFK_FEW_ROWS + first;
     RFK_UNROLL(4)
-    for (uint32_t k = 0; k < 4; k++) {
-        const uint32_t i = lane / 8 + 4 * k;
-        rfk_copy16(&to.q[i][into + lane % 8], a.x.q + piece + i * RFK_FEW_ROWS + lane % 8);
+    for (uint32_t k = 0; k < N / 2; k++) {
+        const uint32_t i = lane / N + 32 / N * k;
+        rfk_copy16(&to.q[i][into + lane % N], a.x.q + piece + i * RFK_FEW_ROWS + lane % N);
     }
-    const float *d = a.x.d + group + two % 8 * RFK_FEW_ROWS + half, *e = a.x.e + (d - a.x.d),
-                *sum = a.x.sum + piece + two * RFK_FEW_ROWS + half;
-    int4 *const to_sum = reinterpret_cast<int4 *>(&to.sum[offset ? two : two % 8][into + half]);
+    const float *d = rfk_few_d(a.x) + group + two % 8 * RFK_FEW_ROWS + four, *e = d + a.x.capacity / 32,
+                *sum = rfk_few_sum(a.x) + piece + two * RFK_FEW_ROWS + four;
+    if (two >= 16) return;
+    int4 *const to_sum = reinterpret_cast<int4 *>(&to.sum[offset ? two : two % 8][into + four]);
     if (offset) rfk_copy16(to_sum, reinterpret_cast<const int4 *>(sum));
-    if (two < 8) rfk_copy16(reinterpret_cast<int4 *>(&to.d[two][into + half]), reinterpret_cast<const int4 *>(d));
+    if (two < 8) rfk_copy16(reinterpret_cast<int4 *>(&to.d[two][into + four]), reinterpret_cast<const int4 *>(d));
     else if (!offset) rfk_copy16(to_sum, reinterpret_cast<const int4 *>(e));
 }
 
-/* Add the products of fragment f of a block, weights w and scales s, and of eight columns to the lane's results. */
+/* A lane's results of a tile: of eight columns [columns / 8][fragment]. Of four those of fragments p and p + 2, p = 0
+ * and 1, each of the two in half of the lanes. */
+template <uint32_t COLS> struct rfk_direct_sums {
+    float of[COLS == 4 ? 1 : COLS / 8][COLS == 4 ? 2 : 4][4];
+};
+
+/* Add products of a block to the lane's results: of four columns those of fragments f and f + 2, weights w[0] and w[1],
+ * else of eight columns those of f, weights w[0]. s: scales of that fragment whose results the lane gets. */
 template <int TYPE, uint32_t COLS>
-RFK_DEVICE void rfk_direct_fragment(const rfk_direct_x<COLS> &in, uint32_t eight, uint32_t f, const int (&w)[4][4],
+RFK_DEVICE void rfk_direct_fragment(const rfk_direct_x<COLS> &in, uint32_t eight, uint32_t f, const int (&w)[2][4][4],
                                     const float (&s)[2][RFK_SCALES], float *sum) {
     typedef rfk_fragments<TYPE> F;
     typedef rfk_direct<TYPE> D;
-    const bool has_min = rfk_format<TYPE>::HAS_MIN != 0, offset = rfk_format<TYPE>::OFFSET != 0;
-    const uint32_t lane = threadIdx.x % 32, quarter = lane % 4, col = 8 * eight + lane / 4,
-                   to = 8 * eight + quarter * 2;
+    const bool has_min = rfk_format<TYPE>::HAS_MIN != 0, offset = rfk_format<TYPE>::OFFSET != 0, both = COLS == 4;
+    const uint32_t lane = threadIdx.x % 32, quarter = lane % 4, col = both ? lane / 4 % 4 : 8 * eight + lane / 4,
+                   to = both ? quarter % 2 * 2 : 8 * eight + quarter * 2, low = lane < 16 ? 0xffffffffu : 0,
+                   of = both ? f + lane / 16 * 2 : f, made = both ? f + quarter / 2 * 2 : f;
     int dots[F::DOTS][4];
     float2 d[F::DOTS], e[F::DOTS];
     RFK_UNROLL(4)
     for (uint32_t i = 0; i < (uint32_t)F::DOTS; i++) {
-        const uint32_t piece = rfk_fragment_piece<TYPE, 32>(f, i * (D::K / 16), 0);
+        const uint32_t from = rfk_fragment_piece<TYPE, 32>(of, i * (D::K / 16), 0),
+                       piece = rfk_fragment_piece<TYPE, 32>(made, i * (D::K / 16), 0);
         int start[2] = {RFK_DOT_START, RFK_DOT_START}, b[2] = {0, 0};
         if (offset) {
             const float2 sums = *reinterpret_cast<const float2 *>(&in.sum[piece][to]);
@@ -7167,12 +7237,13 @@ RFK_DEVICE void rfk_direct_fragment(const rfk_direct_x<COLS> &in, uint32_t eight
             start[1] = (int)rfk_as_bits(rfk_fma(sums.y, -(float)rfk_format<TYPE>::OFFSET, 12582912.0f));
         }
         if (D::K == 32) {
-            const uint2 two = reinterpret_cast<const uint2 *>(&in.q[piece + quarter / 2][col])[quarter % 2];
+            const uint2 two = reinterpret_cast<const uint2 *>(&in.q[from + quarter / 2][col])[quarter % 2];
             b[0] = (int)two.x, b[1] = (int)two.y;
         } else {
-            b[0] = reinterpret_cast<const int *>(&in.q[piece][col])[quarter];
+            b[0] = reinterpret_cast<const int *>(&in.q[from][col])[quarter];
         }
-        rfk_mma_direct<D::K>(w[i], b, start, dots[i]);
+        if (both) rfk_mma_both<D::K>(w[0][i], w[1][i], b, low, start, dots[i]);
+        else rfk_mma_direct<D::K>(w[0][i], b, start, dots[i]);
         d[i] = *reinterpret_cast<const float2 *>(&in.d[piece / 2][to]);
         if (has_min) e[i] = *reinterpret_cast<const float2 *>(&in.sum[piece / 2][to]);
     }
@@ -7191,6 +7262,26 @@ RFK_DEVICE void rfk_direct_fragment(const rfk_direct_x<COLS> &in, uint32_t eight
     }
 }
 
+/* Add the products of a block. */
+template <int TYPE, uint32_t COLS>
+RFK_DEVICE void rfk_direct_block(const uint8_t *rows, const typename rfk_direct<TYPE>::loaded &loaded,
+                                 const rfk_direct_x<COLS> &x, rfk_direct_sums<COLS> &sum) {
+    typedef rfk_direct<TYPE> D;
+    typename D::scales head;
+    D::read_head(rows, loaded, head);
+    RFK_UNROLL(4)
+    for (uint32_t j = 0; j < (COLS == 4 ? 2u : 4u); j++) {
+        int q[2][4][4];
+        float scale[2][RFK_SCALES];
+        D::unpack(rows, j, q[0]);
+        if (COLS == 4) D::unpack(rows, j + 2, q[1]);
+        D::get_scales(head, COLS == 4 ? threadIdx.x % 4 >= 2 : j >= 2, j % 2, scale);
+        RFK_UNROLL(2)
+        for (uint32_t k = 0; k < (COLS == 4 ? 1 : COLS / 8); k++)
+            rfk_direct_fragment<TYPE>(x, k, j, q, scale, sum.of[k][j]);
+    }
+}
+
 /* The wave's tile t of a block: 16 rows, or in a GLU eight of each of its products. The waves of a block's second tile
  * come along where there are no rows left. */
 struct rfk_direct_place {
@@ -7203,7 +7294,7 @@ template <uint32_t COLS> RFK_DEVICE bool rfk_find_direct(const rfk_few_args &a, 
     to.row0 = number;
     for (uint32_t i = 1; i < RFK_PRODUCTS; i++)
         if (!a.glu && number >= a.part[i - 1].end_block) to.which = i, to.row0 = number - a.part[i - 1].end_block;
-    to.row0 = (to.row0 * (COLS / 8) + threadIdx.x / 256) * (a.glu ? RFK_FEW_ROWS / 2 : RFK_FEW_ROWS);
+    to.row0 = (to.row0 * RFK_DIRECT_TILES(COLS) + threadIdx.x / 256) * (a.glu ? RFK_FEW_ROWS / 2 : RFK_FEW_ROWS);
     return true;
 }
 
@@ -7232,15 +7323,16 @@ RFK_DEVICE float rfk_direct_result(const rfk_direct_shared<COLS> &s, uint32_t t,
 /* Add up a tile's sums, and store its results. Ends before other waves' sums of this tile are overwritten: the next
  * tile's go elsewhere. */
 template <uint32_t COLS>
-RFK_DEVICE void rfk_end_direct(const rfk_few_args &a, const rfk_direct_place &place, const float (&sum)[COLS / 8][4][4],
+RFK_DEVICE void rfk_end_direct(const rfk_few_args &a, const rfk_direct_place &place, const rfk_direct_sums<COLS> &sum,
                                uint32_t t, rfk_direct_shared<COLS> &s) {
-    const uint32_t lane = threadIdx.x % 32, wave = threadIdx.x / 32;
+    const uint32_t lane = threadIdx.x % 32, wave = threadIdx.x / 32, N = COLS == 4 ? 4 : 8;
     RFK_UNROLL(8)
-    for (uint32_t k = 0; k < COLS / 2; k++) {
+    for (uint32_t k = 0; k < (COLS == 4 ? 4 : COLS / 2); k++) {
         const uint32_t eight = k / 4, i = k % 4, row = rfk_matrix_row(lane, RFK_ROW_INDEX(i), 8),
-                       col = 8 * eight + rfk_matrix_col(lane, RFK_COL_INDEX(i));
-        s.sum[t % 2][wave][col * RFK_FEW_ROWS + row] =
-            (sum[eight][0][i] + sum[eight][1][i]) + (sum[eight][2][i] + sum[eight][3][i]);
+                       col = 8 * eight + rfk_matrix_col(lane, RFK_COL_INDEX(i)) % N;
+        float all = sum.of[eight][0][i] + sum.of[eight][1][i];
+        all += N == 4 ? rfk_shuffle_xor<32>(all, 2) : sum.of[eight][N / 4][i] + sum.of[eight][N / 4 + 1][i];
+        if (N == 8 || lane % 4 < 2) s.sum[t % 2][wave][col * RFK_FEW_ROWS + row] = all;
     }
     __syncthreads();
     const uint32_t of = threadIdx.x % 256, i = of % RFK_FEW_ROWS, row = place.row0 + i, c = of / RFK_FEW_ROWS,
@@ -7254,7 +7346,7 @@ RFK_DEVICE void rfk_end_direct(const rfk_few_args &a, const rfk_direct_place &pl
 /* Wait for the waves that share x with this one. */
 template <uint32_t COLS> RFK_DEVICE void rfk_sync_direct() {
     const uint32_t wave = threadIdx.x / 32 % RFK_FEW_WAVES;
-    if (COLS == 8) {
+    if (COLS <= 8) {
         rfk_sync_lanes<32>();
         return;
     }
@@ -7289,7 +7381,7 @@ RFK_DEVICE uint32_t rfk_direct_tiles(const rfk_few_args &a, uint32_t t, rfk_dire
     while (goes_on) {
         rfk_direct_place next = here;
         goes_on = rfk_find_direct<COLS>(a, t + 1, next) && a.part[next.which].type == TYPE;
-        float sum[COLS / 8][4][4] = {};
+        rfk_direct_sums<COLS> sum = {};
         RFK_UNROLL(1)
         for (uint32_t block = wave; block < n_blocks; block += RFK_FEW_WAVES, turn ^= 1) {
             const bool more = block + RFK_FEW_WAVES < n_blocks;
@@ -7309,16 +7401,7 @@ RFK_DEVICE uint32_t rfk_direct_tiles(const rfk_few_args &a, uint32_t t, rfk_dire
                 rfk_wait_copies();
             }
             rfk_sync_direct<COLS>();
-            typename D::scales head;
-            D::read_head(rows, now, head);
-            RFK_UNROLL(4)
-            for (uint32_t j = 0; j < 4; j++) {
-                int q[4][4];
-                float scale[2][RFK_SCALES];
-                D::unpack(rows, head, j, q, scale);
-                RFK_UNROLL(2)
-                for (uint32_t k = 0; k < COLS / 8; k++) rfk_direct_fragment<TYPE>(x, k, j, q, scale, sum[k][j]);
-            }
+            rfk_direct_block<TYPE>(rows, now, x, sum);
             rfk_sync_direct<COLS>(); /* the copy after next goes where this block's is */
         }
         rfk_end_direct(a, here, sum, t++, s);
@@ -7329,10 +7412,11 @@ RFK_DEVICE uint32_t rfk_direct_tiles(const rfk_few_args &a, uint32_t t, rfk_dire
 }
 #endif
 
-/* rfk_few for types that have rfk_direct. All blocks are on the GPU at once. COLS: 8 or 16 columns a block.
- *   grid [blocks of columns, blocks]   block COLS waves   LDS 103 or 225 KiB   reads W once, and from cache for further
- *   columns */
-template <uint32_t COLS> static __global__ void RFK_RESIDENT(COLS * 32, 16 / COLS) rfk_few_direct(rfk_few_args a) {
+/* rfk_few for types that have rfk_direct. All blocks are on the GPU at once. COLS: 4, 8 or 16 columns a block.
+ *   grid [blocks of columns, blocks]   block 8 or 16 waves   LDS 78, 103 or 225 KiB   reads W once, and from cache for
+ *   further columns */
+template <uint32_t COLS>
+static __global__ void RFK_RESIDENT(RFK_DIRECT_WAVES(COLS) * 32, COLS == 16 ? 1 : 2) rfk_few_direct(rfk_few_args a) {
 #if RFK_MAY_BE(RFK_MATRIX_SM80)
     if (!RFK_RUNS_WAVE(32)) return;
     RFK_DYNAMIC(int4, memory);
@@ -11109,7 +11193,8 @@ struct rfk_decode_attention_args {
     float *out;
     float *part;       /* of splits: rfk_decode_part */
     uint32_t *tickets; /* [row][column] counters of finished splits; 0 between launches */
-    rfk_int8_rows x8;  /* the output, quantized; NULL: not wanted */
+    rfk_int8_rows x8;  /* the output of one row, quantized; NULL: not wanted */
+    rfk_few_columns few; /* that of several rows */
     const rf_step_row *rows;
     uint32_t norm_type[2], n_heads, n_kv_heads, head_dim, n_rot, neox, n_cells;
     uint32_t q_stride, k_stride, v_stride, out_stride; /* from row to row */
@@ -11461,14 +11546,15 @@ RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const r
 struct rfk_decode_output {
     float *out, *part;
     rfk_int8_rows x8;
-    uint32_t first, group, n_heads, head_dim, is_cluster;
+    rfk_few_columns few;
+    uint32_t row, first, group, n_heads, head_dim, is_cluster;
 };
 RFK_DEVICE rfk_decode_output rfk_decode_output_of(const rfk_decode_attention_args &a, const rfk_decode_share &share,
                                                   float *shared) {
     const rfk_decode_heads heads = rfk_decode_heads_of(a);
     const size_t part = (size_t)(share.slot * a.n_heads + heads.first * share.most) * (a.head_dim + 4);
     const rfk_decode_output to = {a.out + (size_t)share.row * a.out_stride, a.is_cluster ? shared : a.part + part, a.x8,
-                                  heads.first, heads.n, a.n_heads, a.head_dim, a.is_cluster};
+                                  a.few, share.row, heads.first, heads.n, a.n_heads, a.head_dim, a.is_cluster};
     return to;
 }
 
@@ -11476,10 +11562,11 @@ RFK_DEVICE rfk_decode_output rfk_decode_output_of(const rfk_decode_attention_arg
  * kernels need it several times. */
 template <int WAVE>
 RFK_CALLED void rfk_decode_out(rfk_decode_output to, uint32_t query, uint32_t c, float4 four, bool inside) {
-    const float x[4] = {four.x, four.y, four.z, four.w};
+    float x[4] = {four.x, four.y, four.z, four.w};
     const uint32_t i = (to.first + query) * (to.head_dim / 4) + c;
     if (inside) reinterpret_cast<float4 *>(to.out)[i] = four;
     if (to.x8.q) rfk_quantize4<WAVE>(to.x8, 0, to.n_heads * to.head_dim, i, x, inside);
+    if (to.few.q) rfk_few_put<WAVE>(to.few, to.n_heads * to.head_dim, to.row, i, x, NULL, inside);
 }
 
 /* Where split y leaves its weighted sums, [query][head_dim], and after them each query's maximum and sum of weights. */
@@ -12998,7 +13085,9 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
                                  sizeof(rfk_direct_shared<16>)) != cudaSuccess)
             d->direct = 8;
         if (cudaFuncSetAttribute((const void *)rfk_few_direct<8>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 sizeof(rfk_direct_shared<8>)) != cudaSuccess)
+                                 sizeof(rfk_direct_shared<8>)) != cudaSuccess ||
+            cudaFuncSetAttribute((const void *)rfk_few_direct<4>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 sizeof(rfk_direct_shared<4>)) != cudaSuccess)
             d->direct = 0;
         for (int i = 0; i < 2; i++)
             (void)cudaFuncSetAttribute((const void *)rfk_find_rows<32>(i != 0),
@@ -13342,7 +13431,8 @@ struct rf_prepared {
     uint32_t n_fused, decode_splits;
     uint32_t n_few;         /* rows of a step that runs by these launches, at most */
     uint32_t n_attend;      /* the same of a step that runs by the fused attention among them */
-    rfk_few_columns few;    /* the input of its matvecs, of several rows */
+    rfk_few_columns few[2]; /* the input of its matvecs, of several rows; that which attention has quantized */
+    uint32_t few_for;       /* the launch that reads the latter, or RF_NONE */
     rfk_int8_rows deferred; /* a deferred norm, and its sums of squares */
     float *deferred_squares;
     uint32_t deferred_for;   /* the launch that will find it there */
@@ -13742,11 +13832,10 @@ static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
     rfk_take_bytes(&at, &p->part,
                   p->max_splits > 1 ? split_rows * heads * p->max_splits * (dim + 2) * sizeof *p->part : 0);
     const uint64_t few = p->n_few, columns = few > 1 ? rfk_align16(few) * widest : 0;
-    rfk_take_bytes(&at, &p->few.q, columns);
-    rfk_take_bytes(&at, &p->few.d, columns / 32 * sizeof *p->few.d);
-    rfk_take_bytes(&at, &p->few.e, columns / 32 * sizeof *p->few.e);
-    rfk_take_bytes(&at, &p->few.sum, columns / 16 * sizeof *p->few.sum);
-    rfk_take_bytes(&at, &p->few.squares, columns / 32 * sizeof *p->few.squares);
+    for (int i = 0; i < 2; i++) {
+        rfk_take_bytes(&at, &p->few[i].q, RFK_FEW_BYTES(columns));
+        p->few[i].capacity = columns;
+    }
     const uint64_t attend = p->n_attend, few_parts = (attend < RFK_FEW_MAX ? attend : RFK_FEW_MAX) * p->decode_splits,
                    parts = few_parts > attend + p->decode_splits ? few_parts : attend + p->decode_splits;
     rfk_take_bytes(&at, &p->angles, attend * p->n_ropes * RFK_MAX_HEAD * sizeof *p->angles);
@@ -14630,7 +14719,7 @@ static uint32_t rfk_early_carveout(const rfk_launching *l) {
     const bool narrow = rfk_is_narrow_step(p, l->step) && !p->events,
                whole = p->n_fused > 0 && p->fused_begin == 0 && p->fused_end == p->n_fused;
     if (!p->dev->early || !(p->capturing || (n > 1 && (narrow || rfk_is_fused_step(p, l->step)) && whole))) return 0;
-    return narrow || (p->is_direct && n > RFK_DIRECT_ABOVE) ? 100 : 50;
+    return narrow || (p->is_direct && n > 1) ? 100 : 50;
 }
 
 /* The same for a kernel that calls rfk_wait_previous. */
@@ -15827,6 +15916,7 @@ static uint32_t rfk_divide_blocks(const rfk_launching *l, rfk_product *part, boo
 static void rfk_begin_fused(rf_prepared *p, uint32_t begin, uint32_t end) {
     p->fused_begin = begin;
     p->fused_end = end;
+    p->few_for = RF_NONE;
     p->deferred_for = RF_NONE;
     p->moved = RF_NONE;
 }
@@ -15902,17 +15992,18 @@ static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
     rfk_matmul_args products;
     const uint32_t source = rfk_source_of(f),
                    n_cols = l->op->rows == RF_ROWS_LOGITS ? l->step->n_logits : l->step->n_rows,
-                   direct = !rfk_takes_direct(p, f->products, f->n_products)  ? 0
-                            : n_cols > 8 && p->dev->direct > 8 ? 16
+                   direct = !rfk_takes_direct(p, f->products, f->n_products) ? 0
+                            : n_cols <= 4                                    ? 4
+                            : n_cols > 8 && p->dev->direct > 8               ? 16
                                                                              : 8,
-                   rows = direct == 16 ? 2 * RFK_FEW_ROWS : RFK_FEW_ROWS,
+                   rows = RFK_FEW_ROWS * RFK_DIRECT_TILES(direct),
                    blocks = rfk_make_products(l, &products, rows);
     rfk_few_quantize_args z;
     rfk_few_args a;
     memset(&z, 0, sizeof z);
     memset(&a, 0, sizeof a);
     memcpy(a.part, products.part, sizeof a.part);
-    a.x = p->few;
+    a.x = p->few[p->few_for == (uint32_t)(f - p->fused)];
     a.from = rfk_at_step(l, p->ops[source].in, ops[source].in);
     a.from_stride = p->ops[source].in_stride;
     a.rows = f->gather != RF_NONE ? p->logit_rows : NULL;
@@ -15929,16 +16020,19 @@ static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
         if (norm->out != ops[source].in && !rfk_is_dead(p->plan, f->first + f->n_ops, norm->out))
             a.norm_out = rfk_at_step(l, p->ops[f->norm].out, norm->out);
     }
-    z.x = a.from, z.x_stride = a.from_stride, z.rows = a.rows, z.n = a.n_in, z.to = p->few;
-    z.norm = a.norm, z.norm_type = a.norm_type;
-    z.add = rfk_bind_post_norm(p, l->step, f, &z.x);
-    rfk_config c = {dim3(a.n_cols, rfk_ceil_div(a.n_in, 4 * RFK_BLOCK)), dim3(RFK_BLOCK), 0, rfk_early_carveout(l),
-                    l->q->stream, 0};
-    rf_result r = rfk_enqueue_config(l, RFK_BY_WAVE(l, rfk_few_quantize<32>, rfk_few_quantize<64>), c, z);
-    if (r != RF_OK) return r;
+    rfk_config c = {dim3(), dim3(), 0, rfk_early_carveout(l), l->q->stream, 0};
+    if (p->few_for != (uint32_t)(f - p->fused)) {
+        z.x = a.from, z.x_stride = a.from_stride, z.rows = a.rows, z.n = a.n_in, z.to = a.x;
+        z.norm = a.norm, z.norm_type = a.norm_type;
+        z.add = rfk_bind_post_norm(p, l->step, f, &z.x);
+        c.grid = dim3(a.n_cols, rfk_ceil_div(a.n_in, 4 * RFK_BLOCK));
+        c.block = dim3(RFK_BLOCK);
+        const rf_result r = rfk_enqueue_config(l, RFK_BY_WAVE(l, rfk_few_quantize<32>, rfk_few_quantize<64>), c, z);
+        if (r != RF_OK) return r;
+    }
     const bool other = rfk_is_other(p->plan, f->products);
     c.shared_bytes = a.n_in / 64 * 96 * a.n_cols + rfk_grid_bytes(a.part, f->n_products);
-    if (a.n_cols <= (direct ? RFK_DIRECT_ABOVE : RFK_ROWS_MAX) && c.shared_bytes + 1024 <= p->dev->shared_bytes) {
+    if (!direct && a.n_cols <= RFK_ROWS_MAX && c.shared_bytes + 1024 <= p->dev->shared_bytes) {
         const uint32_t waves = RFK_ROWS_BLOCK / p->dev->wave, blocks = RFK_ROWS_RESIDENT * p->dev->info.compute_units;
         c.grid = dim3(rfk_divide_blocks(l, a.part, a.glu, waves, blocks));
         c.block = dim3(RFK_ROWS_BLOCK);
@@ -15951,11 +16045,14 @@ static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
     if (direct) {
         c.grid.x = rfk_ceil_div(a.n_cols, direct);
         if (a.glu) a.n_tiles = rfk_ceil_div(a.part[0].n_out, rows / 2);
-        const uint32_t fit = 16 / direct * p->dev->info.compute_units / c.grid.x;
+        const uint32_t fit = (direct == 16 ? 1 : 2) * p->dev->info.compute_units / c.grid.x;
         c.grid.y = a.n_tiles < fit ? a.n_tiles : fit;
-        c.block = dim3(direct * 32);
-        c.shared_bytes = direct == 16 ? sizeof(rfk_direct_shared<16>) : sizeof(rfk_direct_shared<8>);
-        return rfk_enqueue_config(l, direct == 16 ? rfk_few_direct<16> : rfk_few_direct<8>, c, a);
+        c.block = dim3(32 * RFK_DIRECT_WAVES(direct));
+        c.shared_bytes = direct == 16  ? sizeof(rfk_direct_shared<16>)
+                         : direct == 8 ? sizeof(rfk_direct_shared<8>)
+                                       : sizeof(rfk_direct_shared<4>);
+        return rfk_enqueue_config(
+            l, direct == 16 ? rfk_few_direct<16> : direct == 8 ? rfk_few_direct<8> : rfk_few_direct<4>, c, a);
     }
 #endif
     return rfk_enqueue_config(l, RFK_BY_WAVE(l, rfk_find_few<32>(other, a.n_cols), rfk_find_few<64>(other, a.n_cols)),
@@ -16102,6 +16199,12 @@ static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) 
     a.tickets = p->tickets;
     a.x8 = p->x8;
     if (!f->to_int8 || l->n_rows > 1) a.x8.q = NULL;
+    const uint32_t next = (uint32_t)(f - p->fused) + 1;
+    if (f->to_int8 && l->n_rows > 1 && rfk_is_fused_step(p, l->step) && next < p->fused_end &&
+        ops[p->fused[next].products].rows == op->rows) {
+        a.few = p->few[1];
+        p->few_for = next;
+    }
     a.rows = p->rows;
     a.n_heads = att->n_heads;
     a.n_kv_heads = att->n_kv_heads;
