@@ -5541,7 +5541,8 @@ typedef struct rfi_loader {
     rf_ticket newest_copy;
     uint64_t epoch;                 /* a cancel ends the loads of earlier epochs */
     _Atomic uint64_t cancels_seen;  /* of store.cancels; those since are carried out by who comes by */
-    uint32_t prefetch_at;           /* readers have been through store.order up to here */
+    uint32_t prefetch_at[RF_MAX_MEMBERS]; /* readers have been through store.order up to here */
+    uint32_t n_busy[RF_MAX_MEMBERS];      /* pieces that threads work on, by member */
     rfi_staging staging[RFI_MAX_STAGING];
     uint32_t n_staging_max;
     rfi_reader readers[RFI_MAX_READERS];
@@ -6224,13 +6225,18 @@ static int rfi_staging_release(rfi_store *s) { /* locked, yields */
 
 /* ---- pieces ---- */
 
-/* Take the next piece of a job (`only`, or NULL: any). */
-static int rfi_piece_take(rfi_store *s, const rfi_tensor *only, rfi_piece *out) { /* locked */
+/* The member whose link a tensor's bytes take: of several places the first. */
+static uint32_t rfi_tensor_member(const rfi_store *s, const rfi_tensor *t) {
+    return rfi_place_member(rfi_tensor_place(s, t));
+}
+
+/* Take the next piece of a job: of `only`, or NULL: of any of these members. */
+static int rfi_piece_take(rfi_store *s, const rfi_tensor *only, uint32_t members, rfi_piece *out) { /* locked */
     rfi_loader_see_cancels(s);
     for (rfi_tensor *t = s->loader.jobs, *next; t; t = next) {
         const rf_plan_weight *w = rfi_tensor_weight(s, t);
         next = t->next_job;
-        if (only && t != only) continue;
+        if (only ? t != only : !(members >> rfi_tensor_member(s, t) & 1)) continue;
         rfi_job_end_if_done(s, t);
         if (!t->loading || t->err || t->next_row >= w->n_rows) continue;
         uint64_t bytes = t->pinned_filled ? RFI_PINNED_PIECE_BYTES : RFI_STAGING_BYTES;
@@ -6238,6 +6244,7 @@ static int rfi_piece_take(rfi_store *s, const rfi_tensor *only, rfi_piece *out) 
         *out = (rfi_piece){.t = t, .row0 = t->next_row, .n_rows = (uint32_t)rfi_min_u64(n, w->n_rows - t->next_row)};
         t->next_row += out->n_rows;
         t->n_busy++;
+        s->loader.n_busy[rfi_tensor_member(s, t)]++;
         return 1;
     }
     return 0;
@@ -6316,6 +6323,7 @@ static void rfi_piece_load(rfi_store *s, rfi_piece *p) { /* locked, yields */
     if (r != RF_OK) rfi_tensor_fail(s, t, &err);
     if (ticket.value > t->written.value) t->written = ticket;
     t->n_busy--;
+    s->loader.n_busy[rfi_tensor_member(s, t)]--;
     rfi_loader_see_cancels(s);
     rfi_job_end_if_done(s, t);
     rfi_store_changed(s);
@@ -6328,12 +6336,15 @@ static void rfi_piece_run(rfi_store *s, rfi_piece *p) { /* locked, yields */
 
 /* ---- readers ---- */
 
-/* Begin the load of the next tensor to prefetch: 1. */
-static int rfi_loader_prefetch(rfi_store *s) { /* locked, yields */
+/* Begin the load of the next tensor of a member to prefetch: 1. */
+static int rfi_loader_prefetch(rfi_store *s, uint32_t member) { /* locked, yields */
     rfi_tensor *t = NULL;
-    while (!t && s->loader.prefetch_at < s->n_tensors) {
-        t = &s->tensors[s->order[s->loader.prefetch_at++]];
-        if (!t->prefetch || !rfi_is_resident(t) || !rfi_cell_try_claim(&t->cell, &s->cell_monitor)) t = NULL;
+    uint32_t *at = &s->loader.prefetch_at[member];
+    while (!t && *at < s->n_tensors) {
+        t = &s->tensors[s->order[(*at)++]];
+        if (!t->prefetch || !rfi_is_resident(t) || rfi_tensor_member(s, t) != member ||
+            !rfi_cell_try_claim(&t->cell, &s->cell_monitor))
+            t = NULL;
     }
     if (!t) return 0;
     rfi_job_begin(s, t, 0);
@@ -6343,13 +6354,27 @@ static int rfi_loader_prefetch(rfi_store *s) { /* locked, yields */
     return 1;
 }
 
-/* Find a piece of work. A thread that is no reader leaves prefetches alone: it may go away in the middle of one. */
+/* Of these members the one with the fewest pieces that threads work on. */
+static uint32_t rfi_loader_member(const rfi_store *s, uint32_t members) { /* locked */
+    uint32_t least = RF_NONE;
+    for (uint32_t m = 0; m < RF_MAX_MEMBERS; m++)
+        if ((members >> m & 1) && (least == RF_NONE || s->loader.n_busy[m] < s->loader.n_busy[least])) least = m;
+    return least;
+}
+
+/* Find a piece of work, for the member with the fewest in work: a group's members are loaded side by side, each over
+ * its own link. A thread that is no reader leaves prefetches alone: it may go away in the middle of one. */
 static int rfi_loader_next(rfi_store *s, int is_reader, rfi_piece *out) { /* locked, yields */
-    for (;;) {
-        if (rfi_piece_take(s, NULL, out)) return 1;
-        if (is_reader && rfi_loader_prefetch(s)) continue;
-        if (!rfi_stream_load_next(s) && !(is_reader && rfi_cache_prefetch(s))) return 0;
+    const uint32_t all = (1u << rfi_group_size(s->device)) - 1;
+    for (uint32_t left = all; left;) {
+        const uint32_t m = rfi_loader_member(s, left);
+        if (rfi_piece_take(s, NULL, 1u << m, out)) return 1;
+        left &= ~(1u << m);
+        if ((is_reader && rfi_loader_prefetch(s, m)) ||
+            (left == 0 && (rfi_stream_load_next(s) || (is_reader && rfi_cache_prefetch(s)))))
+            left = all;
     }
+    return 0;
 }
 
 static void *rfi_reader_run(void *arg) {
@@ -6407,7 +6432,7 @@ static void rfi_store_prefetch(rfi_store *s, const uint32_t *layers, uint32_t n_
         t->prefetch = 1;
         some = 1;
     }
-    s->loader.prefetch_at = 0;
+    memset(s->loader.prefetch_at, 0, sizeof s->loader.prefetch_at);
     s->cache.prefetching |= go;
     if (some) rfi_loader_start(s);
     rfi_monitor_unlock(&s->monitor);
@@ -6434,7 +6459,7 @@ static rf_result rfi_tensor_load(void *ctx, rf_error *err) {
     }
     rfi_job_begin(s, t, 1);
     while (t->loading) {
-        if (rfi_piece_take(s, t, &piece)) rfi_piece_run(s, &piece);
+        if (rfi_piece_take(s, t, 0, &piece)) rfi_piece_run(s, &piece);
         else if (t->loading) rfi_monitor_wait(&s->monitor);
     }
     rf_result r = rfi_tensor_take_error(s, t, err);
@@ -6452,7 +6477,7 @@ static rf_result rfi_tensor_help(rfi_store *s, rfi_tensor *t, rf_error *err) {
         if (p->t == t && pthread_equal(p->thread, pthread_self()))
             r = rfi_fail(err, RF_ERR_BUSY, rfi_tensor_slot(s, t), "%s: this thread is loading it already",
                          rfi_tensor_weight(s, t)->name);
-    while (r == RF_OK && t->loading && !t->demanded && rfi_piece_take(s, t, &piece)) rfi_piece_run(s, &piece);
+    while (r == RF_OK && t->loading && !t->demanded && rfi_piece_take(s, t, 0, &piece)) rfi_piece_run(s, &piece);
     rfi_monitor_unlock(&s->monitor);
     return r;
 }
@@ -6637,7 +6662,7 @@ static void rfi_stream_reset(rfi_store *s) { /* locked, yields */
     q->paused = 1;
     while (s->loader.n_stream_jobs || q->freeing) {
         rfi_piece piece; /* no reports: who clears holds device.monitor, which a callback may want */
-        if (rfi_piece_take(s, NULL, &piece)) rfi_piece_load(s, &piece);
+        if (rfi_piece_take(s, NULL, UINT32_MAX, &piece)) rfi_piece_load(s, &piece);
         else if (s->loader.n_stream_jobs || q->freeing) rfi_monitor_wait(&s->monitor);
     }
     for (uint64_t use = q->n_freed; use < q->n_loaded; use++) rfi_tensor_evict(s, q->uses[use % q->n_uses]);
@@ -6854,7 +6879,7 @@ static uint32_t rfi_cache_frame(rfi_store *s, const rfi_expert_layer *layer, uin
         const uint32_t victim = rfi_cache_victim(s, set);
         rfi_piece piece;
         if (victim != RF_NONE && rfi_cache_assign(s, victim, layer, expert)) continue;
-        if (rfi_piece_take(s, NULL, &piece)) rfi_piece_run(s, &piece);
+        if (rfi_piece_take(s, NULL, UINT32_MAX, &piece)) rfi_piece_run(s, &piece);
         else rfi_store_wait_change(s, seen);
     }
     if (c->frames[f].n_users++) set->n_free++; /* another eval has brought it meanwhile */
@@ -7485,33 +7510,15 @@ static void rfi_store_unprepare(rfi_store *s) {
     c->score = NULL;
 }
 
-/* Slots in the order of the load policy. RF_LOAD_CRITICAL_FIRST: those of embedding and output, then the layers'. The
- * members of a group take turns by bytes, so that all of them are loaded at once, each over its own link. */
+/* Slots in the order of the load policy. RF_LOAD_CRITICAL_FIRST: those of embedding and output, then the layers'. */
 static void rfi_store_order(rfi_store *s) {
-    const uint32_t n_slots = s->plan.n_slots;
-    double all[RFI_MEMBERS] = {0}, ordered[RFI_MEMBERS] = {0}; /* bytes */
-    uint64_t at[RFI_MEMBERS] = {0};                            /* pass * n_slots + slot */
-    uint32_t left[RFI_MEMBERS] = {0};                          /* slots */
-    for (uint32_t slot = 0; slot < n_slots; slot++) {
-        const uint32_t m = rfi_place_member(rfi_tensor_place(s, &s->tensors[slot]));
-        all[m] += (double)rfi_tensor_stored(s, &s->tensors[slot])->bytes;
-        left[m]++;
-    }
-    for (uint32_t n = 0; n < n_slots; n++) {
-        uint32_t m = RF_NONE;
-        for (uint32_t i = 0; i < RFI_MEMBERS; i++)
-            if (left[i] && (m == RF_NONE || ordered[i] * all[m] < ordered[m] * all[i])) m = i;
-        for (int found = 0; !found; at[m]++) {
-            const uint32_t slot = (uint32_t)(at[m] % n_slots);
+    uint32_t n = 0;
+    for (int later = 0; later < 2; later++)
+        for (uint32_t slot = 0; slot < s->plan.n_slots; slot++) {
             const int32_t layer = rfi_tensor_weight(s, &s->tensors[slot])->layer;
             const int in_layer = layer >= 0 && layer < (int32_t)s->plan.n_layers;
-            const int later = in_layer || s->desc.load_policy != RF_LOAD_CRITICAL_FIRST;
-            found = rfi_place_member(rfi_tensor_place(s, &s->tensors[slot])) == m && later == (int)(at[m] / n_slots);
-            if (found) s->order[n] = slot;
+            if ((in_layer || s->desc.load_policy != RF_LOAD_CRITICAL_FIRST) == later) s->order[n++] = slot;
         }
-        ordered[m] += (double)rfi_tensor_stored(s, &s->tensors[s->order[n]])->bytes;
-        left[m]--;
-    }
 }
 
 /* Before anything is loaded: what a store needs for each matrix, each expert's included. */
