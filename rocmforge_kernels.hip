@@ -6988,9 +6988,9 @@ template <int WAVE> static void (*rfk_find_rows(bool other))(rfk_few_args) {
  * the lower half. So each of a lane's results is of one fragment, and is scaled for a column that is there. The order
  * of values in an exact sum is free, if x has the same. Results have the bits of rfk_few_fragment's. */
 
+#define RFK_DIRECT_TILES(COLS) ((COLS) == 16 ? 2u : 1u) /* of 16 rows, which a block has at a time */
 #if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
 #define RFK_DIRECT_TYPES(X) X(RF_TYPE_Q4_K) X(RF_TYPE_Q6_K)
-#define RFK_DIRECT_TILES(COLS) ((COLS) == 16 ? 2u : 1u) /* of 16 rows, which a block has at a time */
 #define RFK_DIRECT_WAVES(COLS) (RFK_FEW_WAVES * RFK_DIRECT_TILES(COLS))
 
 /* What a block's columns, 4, 8 or 16, have for a block of 256 weights. */

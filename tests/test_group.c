@@ -11,6 +11,8 @@
 #include "rf_test.h"
 #include "rf_rig.h"
 #include <pthread.h>
+#include <stdatomic.h>
+#include <time.h>
 
 #define MAX_LOGITS 4096u
 enum { N_PROMPT = 9, N_STEPS = 3, N_PARTS = 5 };
@@ -734,6 +736,64 @@ static void test_tensors_failing(void) { failing_calls("tensors hip:0,2", &dense
 static void test_tensors_failing_more(void) { failing_calls("tensors hip:0,2", &dense, 150), failing_calls("tensors hip:0,2", &mixtures[3], 150); }
 #endif
 
+/* ---- loading ---- */
+
+/* A file in memory, whose reads of a layer wait a little for a read of the other layer. */
+typedef struct two_layers {
+    mg_buf file;
+    uint64_t begin[3];           /* of the layers, and the second one's end */
+    _Atomic int n_reading[2];    /* now */
+    _Atomic int n_alone, n_both; /* reads that met none of the other layer, and that did */
+} two_layers;
+
+static int64_t layers_open(const char *path, uint64_t *size_bytes, void *user) {
+    (void)path;
+    *size_bytes = ((const two_layers *)user)->file.n;
+    return 7;
+}
+static void layers_close(int64_t handle, void *user) { (void)handle, (void)user; }
+static int64_t layers_read(int64_t handle, uint64_t offset, void *dst, size_t n, void *user) {
+    two_layers *f = (two_layers *)user;
+    (void)handle;
+    if (n > f->file.n - offset) n = f->file.n - offset;
+    if (n > 1 << 20 && offset >= f->begin[0] && offset < f->begin[2]) { /* not once it is only a row of norms */
+        const int at = offset >= f->begin[1];
+        int met = 0;
+        atomic_fetch_add(&f->n_reading[at], 1);
+        for (int i = 0; i < 200 && !met; i++) {
+            met = atomic_load(&f->n_reading[!at]) > 0;
+            if (!met) nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+        }
+        nanosleep(&(struct timespec){.tv_nsec = 4000000}, NULL); /* the other one looks, too */
+        atomic_fetch_sub(&f->n_reading[at], 1);
+        atomic_fetch_add(met ? &f->n_both : &f->n_alone, 1);
+    }
+    memcpy(dst, f->file.data + offset, n);
+    return (int64_t)n;
+}
+
+/* Members are loaded side by side, each over its own link, not a matrix of one after a matrix of another: with two threads
+ * (a reader and the caller) nearly all reads of a layer are at the same time as one of the other, on another member. */
+static void test_loads_side_by_side(void) {
+    static two_layers f;
+    const rf_gguf_desc gd = {.no_map = 1, .io = {.open_fn = layers_open, .read_fn = layers_read, .close_fn = layers_close, .user = &f}};
+    rf_tensor_info t;
+    rig r;
+    memset(&f, 0, sizeof f);
+    mg_llama(&f.file, &(mg_options){.type = MG_F16, .n_embd = 512, .n_ff = 10240}); /* matrices of 10 MiB: five reads */
+    f.begin[0] = f.begin[1] = f.begin[2] = f.file.n;
+    REQUIRE(rig_open(&r, &(rig_how){.path = "two layers", .gguf = &gd, .device = groups[0], .model = &(rf_model_desc){.n_readers = 1}}));
+    for (uint32_t il = 0; il < 2; il++) {
+        const char *names[] = {"blk.0.attn_norm.weight", "blk.1.attn_norm.weight"};
+        CHECK(rf_gguf_find_tensor(r.g, names[il], &t, &r.err) == RF_OK, "%s", r.err.text);
+        f.begin[il] = t.offset_bytes;
+    }
+    CHECK(rf_model_preload_all(r.m, &r.err) == RF_OK, "%s", r.err.text);
+    CHECK(f.n_both + f.n_alone == 30 && f.n_alone <= 8, "%d reads beside one of the other layer, %d alone", f.n_both, f.n_alone);
+    rig_close(&r);
+    mg_free(&f.file);
+}
+
 int main(int argc, char **argv) {
     RFT_BEGIN(argc, argv);
 #ifdef RF_TEST_EMU
@@ -769,6 +829,7 @@ int main(int argc, char **argv) {
     RUN(test_tensors_more);
 #endif
     RUN(test_same_bits);
+    RUN(test_loads_side_by_side);
     RUN(test_budgets);
     RUN(test_names);
     RUN(test_failing_null);
