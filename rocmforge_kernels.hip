@@ -545,7 +545,7 @@ RFK_DEVICE void rfk_load8bytes(const uint8_t *p, uint32_t *v) {
 /* Load what a decode step reads once, or several times at about the same time: quantized weights, and halves of keys
  * and values. On NVIDIA it is the first to leave the L2 cache (evict-first), so that kernels' code and what they pass
  * on stay there while all weights pass through: 1 to 5 % of a step of one row on an H200, 0 to 2 % of 2 to 16. Prompts
- * of more than 32 rows do not: those of dense models would lose 2 %. */
+ * do not: those of dense models would lose 2 %. */
 template <class T> RFK_DEVICE T rfk_load_once(const void *p) {
 #if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
     return __ldcs(reinterpret_cast<const T *>(p));
@@ -553,30 +553,50 @@ template <class T> RFK_DEVICE T rfk_load_once(const void *p) {
     return *reinterpret_cast<const T *>(p);
 #endif
 }
-/* A place in weights that are read so. */
-struct rfk_once {
-    const uint8_t *p;
-    __device__ __forceinline__ uint32_t operator[](size_t i) const { return rfk_load_once<uint8_t>(p + i); }
-};
-RFK_DEVICE rfk_once operator+(rfk_once w, size_t n) {
-    const rfk_once at = {w.p + n};
-    return at;
+/* Load quants where a wave reads 64 or 128 bytes of each of eight rows, then the next ones: the first load brings 256
+ * bytes of a row to the L2. Prompts of 17 to 64 rows of an 8B on an H200 are 6 to 7 % faster by it, steps of 32 rows
+ * 11 %. */
+RFK_DEVICE int4 rfk_load16_of_rows(const uint8_t *p) {
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
+    int4 v;
+    asm("ld.global.L2::256B.v4.s32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+#else
+    return *reinterpret_cast<const int4 *>(p);
+#endif
 }
-RFK_DEVICE int4 rfk_load16(rfk_once w) { return rfk_load_once<int4>(w.p); }
-RFK_DEVICE uint32_t rfk_load4(rfk_once w) { return rfk_load_once<uint32_t>(w.p); }
-RFK_DEVICE uint16_t rfk_load2(rfk_once w) { return rfk_load_once<uint16_t>(w.p); }
-RFK_DEVICE void rfk_load8bytes(rfk_once w, uint32_t *v) {
-    const uint2 both = rfk_load_once<uint2>(w.p);
+/* A place in weights that are read so: OF_ROWS or once. */
+template <bool OF_ROWS> struct rfk_place {
+    const uint8_t *p;
+    template <class T> __device__ __forceinline__ T load() const {
+        return OF_ROWS ? *reinterpret_cast<const T *>(p) : rfk_load_once<T>(p);
+    }
+    __device__ __forceinline__ uint32_t operator[](size_t i) const { return (*this + i).template load<uint8_t>(); }
+    __device__ __forceinline__ rfk_place operator+(size_t n) const {
+        const rfk_place at = {p + n};
+        return at;
+    }
+};
+typedef rfk_place<false> rfk_once;
+template <bool OF_ROWS> RFK_DEVICE int4 rfk_load16(rfk_place<OF_ROWS> w) {
+    return OF_ROWS ? rfk_load16_of_rows(w.p) : rfk_load_once<int4>(w.p);
+}
+template <bool OF_ROWS> RFK_DEVICE uint32_t rfk_load4(rfk_place<OF_ROWS> w) { return w.template load<uint32_t>(); }
+template <bool OF_ROWS> RFK_DEVICE uint16_t rfk_load2(rfk_place<OF_ROWS> w) { return w.template load<uint16_t>(); }
+template <bool OF_ROWS> RFK_DEVICE void rfk_load8bytes(rfk_place<OF_ROWS> w, uint32_t *v) {
+    const uint2 both = w.template load<uint2>();
     v[0] = both.x, v[1] = both.y;
 }
-struct rfk_weight_once {
-    rfk_once plane[4];
+template <bool OF_ROWS> struct rfk_weight_places {
+    rfk_place<OF_ROWS> plane[4];
     uint32_t type;
 };
-RFK_DEVICE rfk_weight_once rfk_read_once(const rfk_weight &w) {
-    const rfk_weight_once once = {{{w.plane[0]}, {w.plane[1]}, {w.plane[2]}, {w.plane[3]}}, w.type};
-    return once;
+template <bool OF_ROWS> RFK_DEVICE rfk_weight_places<OF_ROWS> rfk_places(const rfk_weight &w) {
+    const rfk_weight_places<OF_ROWS> at = {{{w.plane[0]}, {w.plane[1]}, {w.plane[2]}, {w.plane[3]}}, w.type};
+    return at;
 }
+typedef rfk_weight_places<false> rfk_weight_once;
+RFK_DEVICE rfk_weight_once rfk_read_once(const rfk_weight &w) { return rfk_places<false>(w); }
 
 RFK_DEVICE void rfk_nibbles(const int4 &v, int *q) {
     const int in[4] = {v.x, v.y, v.z, v.w};
@@ -598,7 +618,7 @@ RFK_DEVICE int rfk_subtract4(int q, int offset) {
 RFK_DEVICE int rfk_spread_bit4(uint32_t bits) { return (int)((((bits & 15) * 0x00204081u) & 0x01010101u) << 4); }
 
 /* How a type is read. BLOCK: weights of a block; STRIDE: weights from a unit's first half to its second; SCALES: scales
- * of a unit. fetch: W is rfk_weight or rfk_weight_once. */
+ * of a unit. fetch: W is rfk_weight or rfk_weight_places. */
 template <int TYPE> struct rfk_format;
 
 template <> struct rfk_format<RF_TYPE_Q8_0> {
@@ -8690,10 +8710,10 @@ static void (*rfk_find_wide(uint32_t type))(rfk_wide_args) {
 #define RFK_NARROW_CONSUMERS 4u
 #define RFK_NARROW_ROWS (64 * RFK_NARROW_CONSUMERS)
 #define RFK_NARROW_BLOCK (RFK_WARPGROUP * (RFK_NARROW_CONSUMERS + 1))
-#define RFK_NARROW_STAGES 8u
-/* A stage: 64 positions of the columns, rfk_swizzled. out: the sums of a consumer, [column][rfk_wide_row]. */
+#define RFK_NARROW_STAGES 4u
+/* A stage: two times 64 positions of the columns, rfk_swizzled. out: the sums of a consumer, [column][rfk_wide_row]. */
 struct rfk_narrow_shared {
-    int4 x[RFK_NARROW_STAGES][RFK_NARROW_COLS][8];
+    int4 x[RFK_NARROW_STAGES][2][RFK_NARROW_COLS][8];
     float out[RFK_NARROW_CONSUMERS][RFK_NARROW_COLS][64];
 };
 #define RFK_NARROW_BYTES ((uint32_t)sizeof(rfk_narrow_shared) + 1024)
@@ -8743,17 +8763,11 @@ template <int TYPE> RFK_DEVICE uint32_t rfk_narrow_unit(uint32_t step, uint32_t 
     const uint32_t u = 4 * step + threadIdx.x % 4, last = n_in / 32 - 1;
     return rfk_format<TYPE>::BLOCK == 256 || u < last ? u : last;
 }
-/* Up to 32 rows as in a decode step: prompts of 17 and 32 rows of an 8B on an H200 5 to 6 % faster. Its 64 rows would
- * lose 1 to 2 %. */
-template <int TYPE, uint32_t COLS>
-RFK_DEVICE void rfk_narrow_fetch(rfk_narrow_weights<TYPE> &o, uint32_t step, uint32_t n_in) {
+template <int TYPE> RFK_DEVICE void rfk_narrow_fetch(rfk_narrow_weights<TYPE> &o, uint32_t step, uint32_t n_in) {
     const uint32_t unit = rfk_narrow_unit<TYPE>(step, n_in);
     for (int i = 0; i < 4; i++) rfk_assume_global(o.w.plane[i]);
     RFK_UNROLL(2)
-    for (uint32_t j = 0; j < 2; j++) {
-        if (COLS < RFK_NARROW_COLS) rfk_format<TYPE>::fetch(rfk_read_once(o.w), o.block[j], unit, o.raw[j]);
-        else rfk_format<TYPE>::fetch(o.w, o.block[j], unit, o.raw[j]);
-    }
+    for (uint32_t j = 0; j < 2; j++) rfk_format<TYPE>::fetch(rfk_places<true>(o.w), o.block[j], unit, o.raw[j]);
 }
 
 /* Two lanes, whose numbers differ by BY, have two halves each. The lane without that bit gets both first halves, the
@@ -8782,15 +8796,16 @@ template <int TYPE> RFK_DEVICE void rfk_narrow_unpack(rfk_narrow_weights<TYPE> &
 
 /* Four weights d * (q - OFFSET) - m as two pairs of bf16: a byte becomes a float's bits, and one fmaf removes the
  * excess. Bytes of 0 to 127, of all types but Q8_0, are the last bits of bf16 from 128 on; the upper one of a pair is
- * a float with the lower one as its last bits, an error of up to 2^-9 of d. Q8_0's are placed above a float's last 8
- * bits, as rfk_wgmma_store does. */
+ * a float with the lower one as its last bits, an error of up to 2^-9 of d. `above` is in a register so that one
+ * instruction can mask and add these bits. Q8_0's are placed above a float's last 8 bits, as rfk_wgmma_store does. */
 template <int TYPE>
 RFK_DEVICE void rfk_narrow_convert(uint32_t q, float d, float m, uint32_t &low, uint32_t &high) {
     const int OFFSET = rfk_format<TYPE>::OFFSET;
     float v[4];
     if (TYPE != RF_TYPE_Q8_0) {
         const float start = fmaf(-d, (float)(128 + OFFSET), -m), upper = fmaf(-d, 0.26171875f, start); /* 0x43 * 2^-8 */
-        const uint32_t even = (q & 0x00ff00ffu) | 0x43004300u, odd = (q >> 8 & 0x00ff00ffu) | 0x43004300u;
+        const uint32_t above = rfk_in_register(0x43004300u), even = (q & 0x00ff00ffu) | above,
+                       odd = (q >> 8 & 0x00ff00ffu) | above;
         v[0] = fmaf(d, rfk_as_float(even << 16), start), v[1] = fmaf(d, rfk_as_float(odd << 16), start);
         v[2] = fmaf(d, rfk_as_float(even), upper), v[3] = fmaf(d, rfk_as_float(odd), upper);
     } else {
@@ -8808,16 +8823,16 @@ RFK_DEVICE void rfk_narrow_convert(uint32_t q, float d, float m, uint32_t &low, 
     }
     low = rfk_to_bf16x2(v[0], v[1]), high = rfk_to_bf16x2(v[2], v[3]);
 }
-/* The four fragments of a half of each row's unit. */
+/* Two of the four fragments of a half of each row's unit, a quarter of the step. */
 template <int TYPE>
-RFK_DEVICE void rfk_narrow_fragments(const rfk_narrow_weights<TYPE> &o, uint32_t half,
-                                     uint32_t (&to)[4][4]) {
+RFK_DEVICE void rfk_narrow_fragments(const rfk_narrow_weights<TYPE> &o, uint32_t quarter, uint32_t (&to)[2][4]) {
+    const uint32_t half = quarter / 2;
     RFK_UNROLL(2)
     for (uint32_t j = 0; j < 2; j++) {
         const rfk_unit &v = o.unit[j];
-        RFK_UNROLL(4)
-        for (uint32_t k = 0; k < 4; k++)
-            rfk_narrow_convert<TYPE>((uint32_t)v.q[4 * half + k], v.d[half],
+        RFK_UNROLL(2)
+        for (uint32_t k = 0; k < 2; k++)
+            rfk_narrow_convert<TYPE>((uint32_t)v.q[2 * quarter + k], v.d[half],
                                      rfk_format<TYPE>::HAS_MIN ? v.m[half] : 0.0f, to[k][j], to[k][2 + j]);
     }
 }
@@ -8877,10 +8892,13 @@ RFK_DEVICE void rfk_narrow_copy(const rfk_narrow_args &a, rfk_narrow_shared &s, 
         rfk_narrow_tile work;
         (void)rfk_narrow_find(a, tile, work);
         RFK_UNROLL(1)
-        for (uint32_t i = 2 * work.first; i < 2 * work.end; i++) {
+        for (uint32_t step = work.first; step < work.end; step++) {
             rfk_mbarrier_wait(&barriers.stages.empty[now.stage], now.round ^ 1);
-            rfk_mbarrier_copy(&barriers.stages.full[now.stage], s.x[now.stage],
-                              reinterpret_cast<const int4 *>(x.q) + (size_t)i * x.bf16 * 8, COLS * sizeof s.x[0][0]);
+            RFK_UNROLL(2)
+            for (uint32_t half = 0; half < 2; half++)
+                rfk_mbarrier_copy(&barriers.stages.full[now.stage], s.x[now.stage][half],
+                                  reinterpret_cast<const int4 *>(x.q) + (size_t)(2 * step + half) * x.bf16 * 8,
+                                  COLS * sizeof s.x[0][0][0]);
             rfk_wgmma_next(now);
         }
     }
@@ -8889,17 +8907,19 @@ RFK_DEVICE void rfk_narrow_copy_pairs(const rfk_narrow_args &a, const rfk_narrow
                                       const rfk_narrow_columns &columns, rfk_narrow_shared &s,
                                       rfk_narrow_barriers &barriers) {
     const rfk_int8_rows &rows = a.t.m.x8;
-    const uint32_t thread = threadIdx.x % RFK_WARPGROUP, word = thread % 8, n_steps = 2 * work.end;
+    const uint32_t thread = threadIdx.x % RFK_WARPGROUP, word = thread % 8, n_steps = work.end;
     rfk_narrow_turn now = {0, 0}, behind = {0, 0};
     RFK_UNROLL(1)
     for (uint32_t step = 0; step < n_steps + 2; step++) { /* two stages are on their way */
         if (step < n_steps) {
-            const int4 *from = reinterpret_cast<const int4 *>(rows.q) + (size_t)step * rows.bf16 * 8;
+            const int4 *from = reinterpret_cast<const int4 *>(rows.q) + (size_t)step * rows.bf16 * 16;
             rfk_mbarrier_wait(&barriers.stages.empty[now.stage], now.round ^ 1);
             RFK_UNROLL(4)
             for (uint32_t i = thread / 8; i < RFK_NARROW_COLS; i += 16) {
-                const uint32_t x = columns.x[i];
-                rfk_copy16(&s.x[now.stage][i][rfk_swizzled(i, word)], from + (x - x % 8) + rfk_swizzled(x, word));
+                const uint32_t x = columns.x[i], word_to = rfk_swizzled(i, word);
+                const int4 *at = from + (x - x % 8) + rfk_swizzled(x, word);
+                rfk_copy16(&s.x[now.stage][0][i][word_to], at);
+                rfk_copy16(&s.x[now.stage][1][i][word_to], at + rows.bf16 * 8);
             }
             rfk_wgmma_next(now);
         }
@@ -8941,33 +8961,36 @@ RFK_DEVICE void rfk_narrow_put(const rfk_narrow_args &a, uint32_t number, const 
     rfk_wide_meet(put, n);
 }
 
-/* A consumer's products of a tile. The weights of its first step were fetched. */
+/* A consumer's products of a tile. The weights of its first step were fetched. A quarter's products run while the next
+ * quarter's weights become fragments: otherwise consumers convert at the same time and then wait at the same time, and
+ * the matrix units are idle meanwhile. */
 template <int TYPE, uint32_t COLS>
 RFK_DEVICE void rfk_narrow_multiply(float (&sum)[1][COLS / 2], rfk_narrow_weights<TYPE> &weights,
                                     const rfk_narrow_tile &work, uint32_t n_in, const rfk_narrow_shared &s,
                                     rfk_narrow_barriers &barriers, rfk_narrow_turn &now) {
     const bool arrives = threadIdx.x % 32 == 0;
-    const rfk_wgmma_operand x = rfk_wgmma_at(s.x[0][0]);
-    uint32_t fragment[4][4], before = 0;
+    const rfk_wgmma_operand x = rfk_wgmma_at(s.x[0][0][0]);
+    uint32_t fragment[2][2][4], before = 0;
     RFK_UNROLL(1)
     for (uint32_t step = work.first; step < work.end; step++) {
         rfk_narrow_unpack<TYPE>(weights, step, n_in);
-        rfk_narrow_fetch<TYPE, COLS>(weights, step + 1 < work.end ? step + 1 : step, n_in);
-        RFK_UNROLL(2)
-        for (uint32_t half = 0; half < 2; half++) {
-            rfk_wgmma_wait<0>(); /* the fragments are free */
-            if ((step > work.first || half) && arrives) rfk_mbarrier_arrive(&barriers.stages.empty[before]);
-            rfk_narrow_fragments<TYPE>(weights, half, fragment);
-            rfk_mbarrier_wait(&barriers.stages.full[now.stage], now.round);
+        rfk_narrow_fetch<TYPE>(weights, step + 1 < work.end ? step + 1 : step, n_in);
+        RFK_UNROLL(4)
+        for (uint32_t quarter = 0; quarter < 4; quarter++) {
+            rfk_wgmma_wait<1>(); /* the fragments are free; in the second quarter the stage before, too */
+            if (quarter == 1 && step > work.first && arrives) rfk_mbarrier_arrive(&barriers.stages.empty[before]);
+            rfk_narrow_fragments<TYPE>(weights, quarter, fragment[quarter % 2]);
+            if (quarter == 0) rfk_mbarrier_wait(&barriers.stages.full[now.stage], now.round);
             rfk_wgmma_fence();
-            RFK_UNROLL(4)
-            for (uint32_t k = 0; k < 4; k++)
-                rfk_wgmma_rows<COLS>(sum[0], fragment[k], x + now.stage * RFK_NARROW_COLS * 8 + 2 * k,
-                               step > work.first || half > 0 || k > 0);
+            const rfk_wgmma_operand at = x + (2 * now.stage + quarter / 2) * RFK_NARROW_COLS * 8 + 4 * (quarter % 2);
+            RFK_UNROLL(2)
+            for (uint32_t k = 0; k < 2; k++)
+                rfk_wgmma_rows<COLS>(sum[0], fragment[quarter % 2][k], at + 2 * k,
+                                     step > work.first || quarter > 0 || k > 0);
             rfk_wgmma_commit();
-            before = now.stage;
-            rfk_wgmma_next(now);
         }
+        before = now.stage;
+        rfk_wgmma_next(now);
     }
     rfk_wgmma_drain<COLS>(sum);
     if (arrives) rfk_mbarrier_arrive(&barriers.stages.empty[before]);
@@ -8979,7 +9002,7 @@ RFK_DEVICE void rfk_narrow_start(const rfk_narrow_args &a, uint32_t tile, rfk_na
                                  rfk_narrow_tile &work) {
     const rfk_product p = rfk_narrow_find(a, tile, work);
     rfk_narrow_begin<TYPE>(o, p, work.row0, a.t.m.n_in);
-    rfk_narrow_fetch<TYPE, COLS>(o, work.first, a.t.m.n_in);
+    rfk_narrow_fetch<TYPE>(o, work.first, a.t.m.n_in);
 }
 /* A consumer: one tile after another. */
 template <int TYPE, uint32_t COLS>
@@ -9019,7 +9042,7 @@ static __global__ void RFK_RESIDENT(RFK_NARROW_BLOCK, 1) rfk_matmul_narrow(rfk_n
     if (work.n == 0) return;
     if (!p.w.plane[0]) return rfk_narrow_put_nan(a, work);
     if (threadIdx.x < RFK_NARROW_STAGES) {
-        rfk_mbarrier_init(&barriers.stages.full[threadIdx.x], pairs ? RFK_WARPGROUP / 32 : 1);
+        rfk_mbarrier_init(&barriers.stages.full[threadIdx.x], pairs ? RFK_WARPGROUP / 32 : 2);
         rfk_mbarrier_init(&barriers.stages.empty[threadIdx.x], RFK_NARROW_CONSUMERS * RFK_WARPGROUP / 32);
         if (threadIdx.x < RFK_NARROW_CONSUMERS) rfk_mbarrier_init(&barriers.put[threadIdx.x], RFK_WARPGROUP / 32);
     }
