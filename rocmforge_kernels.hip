@@ -6859,6 +6859,7 @@ RFK_DEVICE void rfk_put_group(const rfk_column &c, uint32_t group, const int4 &f
 template <int WAVE> RFK_DEVICE void rfk_fill_columns(const rfk_few_args &a, const rfk_column &c, float *factors) {
     const uint32_t N = RFK_ROWS_GROUPS;
     const uint32_t shift = a.n_cols > 2 ? 2 : 1, end = a.n_in / 32 << shift, col = threadIdx.x & ((1u << shift) - 1);
+    const float *const scale = rfk_few_d(a.x) + col;
     RFK_UNROLL(1)
     for (uint32_t i = threadIdx.x; i < end && col < a.n_cols; i += N * RFK_ROWS_BLOCK) {
         int4 q[N][2];
@@ -6867,7 +6868,7 @@ template <int WAVE> RFK_DEVICE void rfk_fill_columns(const rfk_few_args &a, cons
         for (uint32_t k = 0; k < N; k++) { /* the first one again instead of those behind the end */
             const uint32_t at = i + k * RFK_ROWS_BLOCK, group = (at < end ? at : i) >> shift;
             q[k][0] = a.x.q[2 * group * RFK_FEW_ROWS + col], q[k][1] = a.x.q[(2 * group + 1) * RFK_FEW_ROWS + col];
-            d[k] = rfk_few_d(a.x)[group * RFK_FEW_ROWS + col];
+            d[k] = scale[group * RFK_FEW_ROWS];
         }
         RFK_UNROLL(4)
         for (uint32_t k = 0; k < N; k++)

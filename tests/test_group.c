@@ -803,7 +803,7 @@ int main(int argc, char **argv) {
     RUN_SLOW(test_tensors_more);
     RUN(test_tensors_graphs);
     RUN_SLOW(test_tensors_graphs_more);
-    RUN(test_rccl);
+    RUN_SLOW(test_rccl);
     RUN_SLOW(test_rccl_of_three);
     RUN(test_rccl_failing);
     RUN_SLOW(test_rccl_failing_more);
@@ -811,7 +811,7 @@ int main(int argc, char **argv) {
     RUN_SLOW(test_tensors_experts_more);
     RUN(test_tensors_experts_within);
     RUN(test_tensors_streamed);
-    RUN(test_tensors_uneven);
+    RUN_SLOW(test_tensors_uneven);
     RUN(test_tensors_refused);
     RUN(test_tensors_failing);
     RUN_SLOW(test_tensors_failing_more);
