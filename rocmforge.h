@@ -565,7 +565,7 @@ typedef struct rf_model_desc {
     uint64_t pinned_bytes;      /* GPU: pinned host memory in which weights beyond the budget are kept; 0 = read
                                    them from the file each time                                             */
     uint32_t n_readers;         /* threads that read while there is something to read; 0 = chosen; max 16 for
-                                   each device of a group, 64                                               */
+                                   each device of a group, 64 in all                                        */
     uint64_t expert_cache_bytes;/* of the budget, for experts if they do not all fit; 0 = what others leave */
     uint32_t expert_policy;     /* rf_expert_policy                                                         */
     uint32_t expert_cpu_below;  /* CPU fallback: an expert that is not on the device and was chosen fewer times of
@@ -5417,7 +5417,7 @@ static rf_result rfi_device_check(const rf_device *d, const char *call, rf_error
 
 #define RFI_STAGING_BYTES ((uint64_t)2 << 20) /* of a piece; more only if a row is longer. 1 to 8 MiB were tried */
 #define RFI_MAX_READERS   64u
-#define RFI_GPU_READERS   16u /* of these, at most: a GPU's queue has as many events as they have buffers */
+#define RFI_GPU_READERS   16u /* for each device: a GPU's queue has as many events as these have buffers */
 #define RFI_MAX_STAGING   (2 * RFI_MAX_READERS) /* buffers: one is filled while another's copy is in flight */
 
 #define RFI_PINNED_PIECE_BYTES ((uint64_t)32 << 20)  /* of a piece that has a pinned copy already                */
@@ -6356,11 +6356,15 @@ static int rfi_loader_prefetch(rfi_store *s, uint32_t member) { /* locked, yield
     return 1;
 }
 
-/* Of these members the one with the fewest pieces that threads work on. */
+/* Of these members the one with the fewest pieces that threads work on; of several the one whose prefetches are least
+ * far in store.order, so that the load policy's order also holds where readers are fewer than members. */
 static uint32_t rfi_loader_member(const rfi_store *s, uint32_t members) { /* locked */
+    const uint32_t *busy = s->loader.n_busy, *at = s->loader.prefetch_at;
     uint32_t least = RF_NONE;
     for (uint32_t m = 0; m < RF_MAX_MEMBERS; m++)
-        if ((members >> m & 1) && (least == RF_NONE || s->loader.n_busy[m] < s->loader.n_busy[least])) least = m;
+        if ((members >> m & 1) && (least == RF_NONE || busy[m] < busy[least] ||
+                                   (busy[m] == busy[least] && at[m] < at[least])))
+            least = m;
     return least;
 }
 

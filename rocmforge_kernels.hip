@@ -6574,8 +6574,8 @@ template <int WAVE> static __global__ void RFK_RESIDENT(RFK_BLOCK, 4) rfk_join_n
 #define RFK_FEW_WAVES 8u
 #define RFK_FEW_PITCH 17 /* 16-byte words from row to row in shared memory: four fragments, and one against conflicts */
 struct rfk_few_columns {
-    int4 *q;       /* [tile][n / 16][16 columns], and behind them what follows; NULL: no memory */
-    size_t capacity; /* values that there is room for */
+    int4 *q;         /* [tile][n / 16][16 columns], and behind these what the functions below find; NULL: no memory */
+    size_t capacity; /* values that there is room for, a multiple of 512: all parts begin at multiples of 16 bytes */
 };
 #define RFK_FEW_BYTES(capacity) ((capacity) / 8 * 13)
 /* [tile][n / 32][16]: the scale of a group of 32, and that times its sum. */
@@ -6815,8 +6815,9 @@ RFK_DEVICE void rfk_few_norm_out(const rfk_few_args &a, uint32_t col0, uint32_t 
     }
 }
 
-/* ---- two to four columns, by dot products ----
- * As the fused matvec: a wave has a row, its lanes fragments, which they unpack once and multiply by each column. */
+/* ---- up to four columns, by dot products ----
+ * For types that rfk_few_direct does not have. As the fused matvec: a wave has a row, its lanes fragments, which they
+ * unpack once and multiply by each column. */
 
 #define RFK_ROWS_MAX 4u /* columns: eight took longer, for a few as for eight */
 #if defined(RFK_NVIDIA)
@@ -7005,9 +7006,9 @@ template <int WAVE> static void (*rfk_find_rows(bool other))(rfk_few_args) {
 /* ---- weights straight to mma.sync ----
  * A lane unpacks what mma.sync wants of it: of rows lane / 4 and lane / 4 + 8 the lane's quarter of each dot product.
  * mma.sync has eight columns and a depth of 32. Four columns of x are given to it twice: as columns 0 to 3 x of one
- * fragment, with zeros in the upper half of the depth, as columns 4 to 7 x of the fragment after next, with zeros in
- * the lower half. So each of a lane's results is of one fragment, and is scaled for a column that is there. The order
- * of values in an exact sum is free, if x has the same. Results have the bits of rfk_few_fragment's. */
+ * fragment, with zeros in the upper half of the depth; as columns 4 to 7 x of the second fragment after it, with zeros
+ * in the lower half. So each of a lane's results is of one fragment, and is scaled for a column that is there. The
+ * order of values in an exact sum is free, if x has the same. Results have the bits of rfk_few_fragment's. */
 
 #define RFK_DIRECT_TILES(COLS) ((COLS) == 16 ? 2u : 1u) /* of 16 rows, which a block has at a time */
 #if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
@@ -7434,7 +7435,7 @@ RFK_DEVICE uint32_t rfk_direct_tiles(const rfk_few_args &a, uint32_t t, rfk_dire
 #endif
 
 /* rfk_few for types that have rfk_direct. All blocks are on the GPU at once. COLS: 4, 8 or 16 columns a block.
- *   grid [blocks of columns, blocks]   block 8 or 16 waves   LDS 78, 103 or 225 KiB   reads W once, and from cache for
+ *   grid [blocks of columns, blocks]   block 8 or 16 waves   LDS 78, 104 or 224 KiB   reads W once, and from cache for
  *   further columns */
 template <uint32_t COLS>
 static __global__ void RFK_RESIDENT(RFK_DIRECT_WAVES(COLS) * 32, COLS == 16 ? 1 : 2) rfk_few_direct(rfk_few_args a) {
@@ -11217,7 +11218,7 @@ struct rfk_decode_attention_args {
     float *out;
     float *part;       /* of splits: rfk_decode_part */
     uint32_t *tickets; /* [row][column] counters of finished splits; 0 between launches */
-    rfk_int8_rows x8;  /* the output of one row, quantized; NULL: not wanted */
+    rfk_int8_rows x8;    /* the output of one row, quantized; NULL: not wanted */
     rfk_few_columns few; /* that of several rows */
     const rf_step_row *rows;
     uint32_t norm_type[2], n_heads, n_kv_heads, head_dim, n_rot, neox, n_cells;
@@ -13394,7 +13395,7 @@ struct rfk_fused {
     uint32_t add;      /* matvec: post-norm that the launch before is, of what this one reads; RF_NONE: none */
     uint32_t add_next; /* launch of what reads the sum next, if that is a post-norm of the same buffer */
     uint32_t norms[2], ropes, store, attention, angles;        /* attention; angles: which RoPE table */
-    uint32_t to_int8;                                          /* the output of attention or GLU also goes to x8 */
+    uint32_t to_int8; /* the output of attention or GLU also goes to x8; of attention, of several rows, to few[1] */
     uint32_t choice;           /* UP: its route, made in its blocks if that is an op of the same call */
     uint32_t shared[2], share; /* UP: shared gate and up; DOWN: shared down, the sum that takes their share */
 };
@@ -13455,7 +13456,7 @@ struct rf_prepared {
     uint32_t n_fused, decode_splits;
     uint32_t n_few;         /* rows of a step that runs by these launches, at most */
     uint32_t n_attend;      /* the same of a step that runs by the fused attention among them */
-    rfk_few_columns few[2]; /* the input of its matvecs, of several rows; that which attention has quantized */
+    rfk_few_columns few[2]; /* the input of its matvecs, of several rows; the same, quantized by attention */
     uint32_t few_for;       /* the launch that reads the latter, or RF_NONE */
     rfk_int8_rows deferred; /* a deferred norm, and its sums of squares */
     float *deferred_squares;

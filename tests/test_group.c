@@ -794,6 +794,52 @@ static void test_loads_side_by_side(void) {
     mg_free(&f.file);
 }
 
+/* A file in memory that counts what the only reader reads of it. */
+typedef struct read_order {
+    mg_buf file;
+    pthread_t caller;
+    uint64_t output, output_end; /* in the file */
+    int n_before, is_read;       /* its reads of other matrices before the first of the output */
+} read_order;
+
+static int64_t order_open(const char *path, uint64_t *size_bytes, void *user) {
+    (void)path;
+    *size_bytes = ((const read_order *)user)->file.n;
+    return 7;
+}
+static int64_t order_read(int64_t handle, uint64_t offset, void *dst, size_t n, void *user) {
+    read_order *f = (read_order *)user;
+    (void)handle;
+    if (n > f->file.n - offset) n = f->file.n - offset;
+    if (f->output_end && !pthread_equal(pthread_self(), f->caller)) {
+        f->is_read |= offset >= f->output && offset < f->output_end;
+        f->n_before += !f->is_read && n > 1 << 16; /* no norms */
+    }
+    if (f->output_end) nanosleep(&(struct timespec){.tv_nsec = 2000000}, NULL);
+    memcpy(dst, f->file.data + offset, n);
+    return (int64_t)n;
+}
+
+/* The output before the layers, also where it is on the last of several members and one thread reads for all. */
+static void test_critical_first(void) {
+    static read_order f;
+    const rf_gguf_desc gd = {.no_map = 1, .io = {.open_fn = order_open, .read_fn = order_read, .close_fn = layers_close, .user = &f}};
+    const rf_model_desc md = {.n_readers = 1, .load_policy = RF_LOAD_CRITICAL_FIRST};
+    rf_tensor_info t;
+    rig r;
+    const int32_t token = 3;
+    memset(&f, 0, sizeof f);
+    f.caller = pthread_self();
+    mg_llama(&f.file, &(mg_options){.type = MG_F16, .n_embd = 256, .n_ff = 1024, .n_layers = 12});
+    REQUIRE(rig_open(&r, &(rig_how){.path = "an order", .gguf = &gd, .device = groups[1], .model = &md, .session = &session}));
+    CHECK(rf_gguf_find_tensor(r.g, "output.weight", &t, &r.err) == RF_OK, "%s", r.err.text);
+    f.output = t.offset_bytes, f.output_end = t.offset_bytes + t.size_bytes;
+    CHECK(rf_session_forward(r.s, &token, 1, NULL, &r.err) == RF_OK, "%s", r.err.text);
+    rig_close(&r); /* the reader has ended */
+    CHECK(f.is_read && f.n_before <= 6, "%d matrices were read before the output", f.n_before); /* two a member at most, of 84 */
+    mg_free(&f.file);
+}
+
 int main(int argc, char **argv) {
     RFT_BEGIN(argc, argv);
 #ifdef RF_TEST_EMU
@@ -830,6 +876,7 @@ int main(int argc, char **argv) {
 #endif
     RUN(test_same_bits);
     RUN(test_loads_side_by_side);
+    RUN(test_critical_first);
     RUN(test_budgets);
     RUN(test_names);
     RUN(test_failing_null);
