@@ -6816,10 +6816,12 @@ RFK_DEVICE void rfk_few_norm_out(const rfk_few_args &a, uint32_t col0, uint32_t 
 }
 
 /* ---- up to four columns, by dot products ----
- * For types that rfk_few_direct does not have. As the fused matvec: a wave has a row, its lanes fragments, which they
- * unpack once and multiply by each column. */
+ * For types that rfk_few_direct does not have, and up to three columns in plans where no room is made for its blocks
+ * (rfk_find_direct_plan). As the fused matvec: a wave has a row, its lanes fragments, which they unpack once and
+ * multiply by each column. */
 
-#define RFK_ROWS_MAX 4u /* columns: eight took longer, for a few as for eight */
+#define RFK_ROWS_MAX 4u     /* columns: eight took longer, for a few as for eight */
+#define RFK_ROWS_MIXTURE 3u /* of types that rfk_few_direct has */
 #if defined(RFK_NVIDIA)
 #define RFK_ROWS_RESIDENT 1 /* at 128 registers a thread, one block fills a multiprocessor */
 #else
@@ -16057,7 +16059,8 @@ static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
     }
     const bool other = rfk_is_other(p->plan, f->products);
     c.shared_bytes = a.n_in / 64 * 96 * a.n_cols + rfk_grid_bytes(a.part, f->n_products);
-    if (!direct && a.n_cols <= RFK_ROWS_MAX && c.shared_bytes + 1024 <= p->dev->shared_bytes) {
+    const uint32_t most = !direct ? RFK_ROWS_MAX : p->is_direct ? 1 : RFK_ROWS_MIXTURE;
+    if (a.n_cols <= most && c.shared_bytes + 1024 <= p->dev->shared_bytes) {
         const uint32_t waves = RFK_ROWS_BLOCK / p->dev->wave, blocks = RFK_ROWS_RESIDENT * p->dev->info.compute_units;
         c.grid = dim3(rfk_divide_blocks(l, a.part, a.glu, waves, blocks));
         c.block = dim3(RFK_ROWS_BLOCK);
