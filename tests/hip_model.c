@@ -661,7 +661,9 @@ static void test_failing_ring(void) {
         noticed += res != RF_OK;
         CHECK(res == RF_OK || (res == RF_ERR_DEVICE && r.err.sys && names_its_object(r.err.text)), "call %d: %s: %s", (int)call, rf_result_name(res), r.err.text);
         CHECK(res != RF_OK || memcmp(&want, &got, sizeof want) == 0, "call %d failed unnoticed and gave other bits", (int)call);
+        const int late = res == RF_OK; /* the call may have been a reader's, for the next evaluation: that one reports it */
         res = write_within(&r, &got);
+        if (late && res == RF_ERR_DEVICE) noticed++, res = write_within(&r, &got);
         CHECK(res == RF_OK && memcmp(&want, &got, sizeof want) == 0, "after call %d: %s", (int)call, r.err.text);
     }
     CHECK(noticed > n / 2, "%u of %u failures noticed", noticed, n);
