@@ -7662,8 +7662,8 @@ static void rfi_store_describe(rfi_store *s) {
     const uint64_t here = rfi_group_here(s->device),
                    threads = rfi_min_u64(here > 1 ? 12 * here : 8, rfi_cpu_count()),
                    readers = rfi_min_u64(threads, s->total_bytes / (4 * RFI_STAGING_BYTES)),
-                   most = rfi_min_u64(RFI_GPU_READERS * here, RFI_MAX_READERS);
-    l->n_readers_max = (uint32_t)rfi_min_u64(s->desc.n_readers ? s->desc.n_readers : readers, most);
+                   max = rfi_min_u64(RFI_GPU_READERS * here, RFI_MAX_READERS);
+    l->n_readers_max = (uint32_t)rfi_min_u64(s->desc.n_readers ? s->desc.n_readers : readers, max);
     l->n_staging_max = 2 * (uint32_t)rfi_max_u64(l->n_readers_max, 1);
 }
 

@@ -6821,7 +6821,7 @@ RFK_DEVICE void rfk_few_norm_out(const rfk_few_args &a, uint32_t col0, uint32_t 
  * multiply by each column. */
 
 #define RFK_ROWS_MAX 4u     /* columns: eight took longer, for a few as for eight */
-#define RFK_ROWS_MIXTURE 3u /* of types that rfk_few_direct has */
+#define RFK_ROWS_MIXTURE 3u /* the same where rfk_few_direct has the types, but no room */
 #if defined(RFK_NVIDIA)
 #define RFK_ROWS_RESIDENT 1 /* at 128 registers a thread, one block fills a multiprocessor */
 #else
@@ -7184,7 +7184,7 @@ template <int K> RFK_DEVICE void rfk_mma_direct(const int *a, const int *b, cons
 #endif
 }
 
-/* out += a b. */
+/* out += a b, as rfk_mma_direct<32>. */
 RFK_DEVICE void rfk_mma_add(const int *a, const int *b, int *out) {
 #if defined(ROCMFORGE_HIP_EMU)
     hip_emu_mma_m16n8k32_s8(out, a, b, out);
@@ -7195,8 +7195,8 @@ RFK_DEVICE void rfk_mma_add(const int *a, const int *b, int *out) {
 #endif
 }
 
-/* The same over two fragments, a and upper: b's columns 0 to 3 multiply the one, 4 to 7 the other. low: all bits in
- * lanes that have the former. */
+/* out = start + products of two fragments of K values, a and upper: b's columns 0 to 3 are x of a, 4 to 7 x of upper.
+ * low: all bits set in lanes that have columns 0 to 3 of b, else 0. */
 template <int K>
 RFK_DEVICE void rfk_mma_both(const int *a, const int *upper, const int *b, uint32_t low, const int *start, int *out) {
     RFK_UNROLL(2)
@@ -9001,7 +9001,7 @@ RFK_DEVICE void rfk_narrow_multiply(float (&sum)[1][COLS / 2], rfk_narrow_weight
 }
 
 /* Find a tile, and begin to load its first weights. */
-template <int TYPE, uint32_t COLS>
+template <int TYPE>
 RFK_DEVICE void rfk_narrow_start(const rfk_narrow_args &a, uint32_t tile, rfk_narrow_weights<TYPE> &o,
                                  rfk_narrow_tile &work) {
     const rfk_product p = rfk_narrow_find(a, tile, work);
@@ -9016,7 +9016,7 @@ RFK_DEVICE void rfk_narrow_consume(const rfk_narrow_args &a, rfk_narrow_shared &
     rfk_narrow_turn now = {0, 0};
     rfk_narrow_tile work;
     uint32_t n = 0, tile = rfk_tile_again(blockIdx.x);
-    rfk_narrow_start<TYPE, COLS>(a, tile, weights, work);
+    rfk_narrow_start<TYPE>(a, tile, weights, work);
     rfk_wait_previous();
     RFK_UNROLL(1)
     for (;;) {
@@ -9024,7 +9024,7 @@ RFK_DEVICE void rfk_narrow_consume(const rfk_narrow_args &a, rfk_narrow_shared &
         rfk_narrow_multiply<TYPE, COLS>(sum, weights, work, a.t.m.n_in, s, barriers, now);
         tile += gridDim.x;
         const bool more = (COLS < RFK_NARROW_COLS || !a.lists.tile) && tile < a.n_tiles;
-        if (more) rfk_narrow_start<TYPE, COLS>(a, tile, weights, work);
+        if (more) rfk_narrow_start<TYPE>(a, tile, weights, work);
         rfk_narrow_put<COLS>(a, rfk_tile_again(done), sum[0], s, &barriers.put[threadIdx.x / RFK_WARPGROUP], n);
         if (!more) return;
     }
@@ -16059,8 +16059,8 @@ static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
     }
     const bool other = rfk_is_other(p->plan, f->products);
     c.shared_bytes = a.n_in / 64 * 96 * a.n_cols + rfk_grid_bytes(a.part, f->n_products);
-    const uint32_t most = !direct ? RFK_ROWS_MAX : p->is_direct ? 1 : RFK_ROWS_MIXTURE;
-    if (a.n_cols <= most && c.shared_bytes + 1024 <= p->dev->shared_bytes) {
+    const uint32_t max_cols = !direct ? RFK_ROWS_MAX : p->is_direct ? 1 : RFK_ROWS_MIXTURE;
+    if (a.n_cols <= max_cols && c.shared_bytes + 1024 <= p->dev->shared_bytes) {
         const uint32_t waves = RFK_ROWS_BLOCK / p->dev->wave, blocks = RFK_ROWS_RESIDENT * p->dev->info.compute_units;
         c.grid = dim3(rfk_divide_blocks(l, a.part, a.glu, waves, blocks));
         c.block = dim3(RFK_ROWS_BLOCK);
