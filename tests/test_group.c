@@ -149,6 +149,28 @@ static void test_same_bits_of_20_rows(void) {
     for (int k = 0; k < 2; k++) hip_emu_matrix_unit(2 * k, HIP_EMU_WMMA11);
     mg_free(&file);
 }
+
+/* By default a micro-batch has 512 rows, by tensors 512 for each member: a session then needs what it needs with those. */
+static void test_rows_of_a_batch(void) {
+    static const struct { const char *device; int tensors; uint32_t rows; } cases[] = {
+        {"hip:0", 0, 512}, {"hip:0,2", 0, 512}, {"hip:0,2", 1, 1024}, {"hip:0,1,2", 1, 1536}};
+    mg_buf file = {0};
+    mg_llama(&file, &(mg_options){.type = MG_Q4_0, .n_layers = 4, .n_heads = 8, .n_kv_heads = 4, .seed = 5});
+    for (size_t i = 0; i < RFT_COUNT(cases); i++) {
+        const rf_device_desc dd = {.split = cases[i].tensors ? RF_SPLIT_TENSORS : RF_SPLIT_LAYERS};
+        rf_forecast by_default = {0}, same = {0}, less = {0};
+        rig r;
+        rf_result res = rig_try(&r, &(rig_how){.file = &file, .device = cases[i].device, .device_desc = &dd, .session = &session});
+        if (res == RF_OK) res = rf_model_forecast(r.m, &(rf_session_desc){.n_ctx = 2000}, &by_default, &r.err);
+        if (res == RF_OK) res = rf_model_forecast(r.m, &(rf_session_desc){.n_ctx = 2000, .n_batch = cases[i].rows}, &same, &r.err);
+        if (res == RF_OK) res = rf_model_forecast(r.m, &(rf_session_desc){.n_ctx = 2000, .n_batch = cases[i].rows - 1}, &less, &r.err);
+        CHECK(res == RF_OK, "%s: %s", cases[i].device, r.err.text);
+        CHECK(memcmp(&by_default, &same, sizeof same) == 0, "%s, case %zu: not %u rows", cases[i].device, i, cases[i].rows);
+        CHECK(memcmp(&less, &same, sizeof same) != 0, "%s, case %zu: a forecast that rows do not change", cases[i].device, i);
+        rig_close(&r);
+    }
+    mg_free(&file);
+}
 #endif
 
 /* The largest difference, by the largest logit. */
@@ -867,6 +889,7 @@ int main(int argc, char **argv) {
     RUN(test_peers);
     RUN(test_uneven);
     RUN(test_same_bits_of_20_rows);
+    RUN(test_rows_of_a_batch);
     RUN(test_failing_calls);
     RUN_SLOW(test_failing_more);
 #endif
