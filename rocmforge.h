@@ -2612,8 +2612,8 @@ typedef struct rf_session_stats {
     uint32_t config;       /* index of the one that decode steps use now                                    */
     uint32_t config_is_timed; /* 1: config was the fastest, or is the default and no other was 1 % faster; it stays.
                               0: not all are timed yet                                                      */
-    uint32_t tile_rows;    /* a step of a few rows more than a multiple of so many costs as much as of the next
-                              multiple; 0: it does not, or that is not known                                */
+    uint32_t tile_rows[2]; /* matrix products take up to [0] rows at once, or multiples of [1]: a few rows more cost
+                              as much as many; 0: they do not, or that is not known                         */
 } rf_session_stats;
 
 #define RF_DEVICE_API_VERSION 16u
@@ -19559,7 +19559,7 @@ static rf_session_stats rfi_group_plan_stats(const rf_prepared *prepared) {
         one.submissions += all.submissions;
         all = one;
     }
-    if (p->g->ranks) all.tile_rows = 0; /* other ranks' devices may differ, and all must cut micro-batches alike */
+    if (p->g->ranks) all.tile_rows[0] = all.tile_rows[1] = 0; /* all must cut alike, on other devices, too */
     return all;
 }
 
@@ -20801,13 +20801,15 @@ static void rfi_session_cut(rf_session *s, uint32_t seq, uint32_t n, rf_error *e
 }
 
 /* How many of n rows, the first ones, become a micro-batch of their own: those beyond whole tiles of the device's
- * matrix products, where they are so few that they cost less than a tile of their own. Not where weights would be read
+ * matrix products, where they are so few that they cost less alone than as a tile. Not where weights would be read
  * again from elsewhere, nor where all rows attend to each other. */
 static uint32_t rfi_eval_rows_apart(const rf_session *s, uint32_t n) {
     const rfi_store *store = s->m->store;
-    const uint32_t tile = s->m->device->api->plan_stats(s->prepared).tile_rows;
-    if (tile == 0 || n < tile || store->cache.n_frames || rfi_store_streams(store) || s->m->config.both_ways) return 0;
-    return n % tile <= tile / 8 ? n % tile : 0;
+    const rf_session_stats stats = s->m->device->api->plan_stats(s->prepared);
+    const uint32_t large = n > stats.tile_rows[1], tile = stats.tile_rows[large];
+    if (tile == 0 || n <= tile || store->cache.n_frames || rfi_store_streams(store) || s->m->config.both_ways) return 0;
+    const uint32_t beyond = large ? n % tile : n - tile;
+    return beyond <= tile / 8 ? beyond : 0;
 }
 
 static rf_result rfi_eval_run(rf_session *s, const rf_token_row *rows, uint32_t n_rows, uint32_t *n_logits,

@@ -14653,9 +14653,10 @@ static rf_result rfk_plan_create(rf_dev *d, const rf_plan_bind *bind, rf_prepare
     rfk_choose_decode_splits(p);
     rfk_find_direct_plan(p);
     rfk_list_configs(p);
-    p->stats.tile_rows = d->wgmma ? RFK_WIDE_COLS : 0;
-    for (uint32_t i = 0; i < plan->n_weights; i++)
-        if (plan->weights[i].n_experts) p->stats.tile_rows = 0; /* a few rows more are few for each expert */
+    bool tiles = d->wgmma;
+    for (uint32_t i = 0; i < plan->n_weights; i++) tiles = tiles && plan->weights[i].n_experts == 0; /* other tiles */
+    if (tiles) p->stats.tile_rows[0] = most_few == RFK_FEW_MAX ? RFK_NARROW_COLS : 0;
+    if (tiles) p->stats.tile_rows[1] = RFK_WIDE_COLS;
     *out = p;
     return RF_OK;
 }

@@ -522,10 +522,10 @@ static void test_lent(void) {
     mode = MAPPED;
 }
 
-/* A device whose products take 8 rows at a time: rows beyond them are a micro-batch of their own, and all hidden rows come. */
+/* A device whose products take 8 rows at once, or multiples of 16: rows beyond them are a micro-batch of their own, and all hidden rows come. */
 static rf_session_stats tiled_stats(const rf_prepared *p) {
     (void)p;
-    return (rf_session_stats){.tile_rows = 8};
+    return (rf_session_stats){.tile_rows = {8, 16}};
 }
 static const rf_device_api *untiled;
 static uint32_t n_steps;
@@ -535,7 +535,7 @@ static rf_result count_steps(rf_prepared *p, rf_queue *q, uint32_t first, uint32
 }
 
 static void test_rows_beyond_tiles(void) {
-    static const struct { uint32_t n_rows, n_steps; } calls[] = {{9, 2}, {16, 1}, {17, 2}, {7, 1}, {18, 1}, {28, 1}};
+    static const struct { uint32_t n_rows, n_steps; } calls[] = {{7, 1}, {8, 1}, {9, 2}, {10, 1}, {16, 1}, {17, 2}, {18, 2}, {19, 1}, {28, 1}};
     static float wanted_hidden[N_PROMPT * 64];
     REQUIRE(open_all(families[0], 0, 64) && read_answers(families[0]) && r.n_embd <= 64);
     CHECK(rf_session_forward(r.s, prompt, N_PROMPT, NULL, &r.err) == RF_OK, "%s", r.err.text);
