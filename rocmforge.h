@@ -707,8 +707,8 @@ typedef enum rf_cache_type { RF_CACHE_F16 = 0, RF_CACHE_F32 = 1, RF_CACHE_Q8_0 =
 typedef struct rf_session_desc {
     uint32_t n_ctx;        /* tokens that each sequence can hold; 0 = min(n_ctx_train, 4096)                     */
     uint32_t n_seq_max;    /* sequences; 0 = 1                                                                   */
-    uint32_t n_batch;      /* rows of a micro-batch, longer calls are cut; 0 = 512 (RF_SPLIT_TENSORS: 512 for each
-                              device of the group), or n_ctx*n_seq_max if less                                   */
+    uint32_t n_batch;      /* rows of a micro-batch at most, longer calls are cut; 0 = 512 (RF_SPLIT_TENSORS: 512 for
+                              each device of the group), or n_ctx*n_seq_max if less                              */
     uint32_t n_logits_max; /* rows of one rf_session_eval that may ask for logits; 0 = n_seq_max                 */
     uint32_t cache_type;   /* rf_cache_type; 0 = f16. Q8_0 needs head_dim to be a multiple of 32                 */
     uint32_t swa_full;     /* Layers with sliding-window attention (SWA): 0 = keep the positions that the window and
@@ -777,8 +777,10 @@ typedef struct rf_token_row {
 #define RF_POS_NEXT (-1)
 
 /* Run rows through the model; each is appended to its sequence. Prefill (a prompt), decode (one token), and continuous
- * batching (one token of each of many sequences) are all this call; it is cut into micro-batches of n_batch rows.
- *   rows    in   [n_rows], n_rows >= 1, at most n_logits_max of them with want_logits
+ * batching (one token of each of many sequences) are all this call; it is cut into micro-batches of n_batch rows, or
+ * fewer where that is faster.
+ *   rows    in   [n_rows], n_rows >= 1, at most n_logits_max of them with want_logits. In any order; a GPU is fastest
+ *                if those of sequences in decode come first and each prompt's stand together
  * Returns RF_OK; RF_ERR_ARGUMENT; RF_ERR_CONTEXT_FULL; RF_ERR_CANCELLED; RF_ERR_UNSUPPORTED (an embedding, where layers
  *         look up the token); errors of loading a weight; RF_ERR_DEVICE. On failure every sequence is as long as
  *         before the call, and no logits are kept. One exception, where layers keep a window only
@@ -2610,9 +2612,11 @@ typedef struct rf_session_stats {
     uint32_t config;       /* index of the one that decode steps use now                                    */
     uint32_t config_is_timed; /* 1: config was the fastest, or is the default and no other was 1 % faster; it stays.
                               0: not all are timed yet                                                      */
+    uint32_t tile_rows;    /* a step of a few rows more than a multiple of so many costs as much as of the next
+                              multiple; 0: it does not, or that is not known                                */
 } rf_session_stats;
 
-#define RF_DEVICE_API_VERSION 15u
+#define RF_DEVICE_API_VERSION 16u
 
 /* The table of a device. Every entry may be called from any thread and leaves the thread's current device as it was.
  * Failures return a code and fill err; a device that is gone for good says so in device_info.lost. Asynchronous work
@@ -19555,6 +19559,7 @@ static rf_session_stats rfi_group_plan_stats(const rf_prepared *prepared) {
         one.submissions += all.submissions;
         all = one;
     }
+    if (p->g->ranks) all.tile_rows = 0; /* other ranks' devices may differ, and all must cut micro-batches alike */
     return all;
 }
 
@@ -19745,7 +19750,7 @@ static uint32_t rfi_session_eval_rows(const rf_model *m, const rf_session_desc *
     X(RFI_ZEROED, uint8_t, is_copied, d->n_logits_max)  /* 1: logits holds that row                                */  \
     X(RFI_PINNED, rf_draw, draws, rfi_session_n_draws(m, d))       /* NULL: the host draws                         */  \
     X(RFI_PINNED, rf_draw_change, changes, (uint64_t)RF_DRAW_MAX_CHANGES * rfi_session_n_draws(m, d))                  \
-    X(RFI_PINNED, float, hidden, d->mtp ? (uint64_t)d->n_batch * m->plan.n_embd : 0) /* of the last micro-batch    */  \
+    X(RFI_PINNED, float, hidden, d->mtp ? (uint64_t)d->n_batch * m->plan.n_embd : 0) /* of the last n_batch rows   */  \
     /* rf_session_embed */                                                                                             \
     X(RFI_RAW, float, pooled, (uint64_t)d->n_seq_max * m->plan.n_embd) /* sums of pooled rows                      */  \
     X(RFI_ZEROED, float, head, m->head.n_floats)                       /* its matrices                             */  \
@@ -19767,6 +19772,7 @@ struct rf_session {
     uint64_t loading_cancels;     /* of the store, when the eval in progress began           */
     uint32_t rollback;            /* length of sequence 0 if rf_session_forward fails        */
     uint32_t n_logits;            /* rows of the last eval that asked for logits             */
+    uint32_t first_hidden;        /* row of `hidden` for the first one of a micro-batch      */
     _Atomic uint32_t n_users;     /* schedulers                                              */
     _Atomic int cancel;
     uint32_t owns_model;          /* 1: rf_session_open_file opened the model, its device and file */
@@ -20765,7 +20771,8 @@ static rf_result rfi_eval_batch(rf_session *s, const rf_token_row *rows, uint32_
     }
     if (r == RF_OK && s->desc.mtp) {
         rf_ticket read = {0};
-        r = api->mem_read(s->queue, &s->scratch, s->buffer_offset[s->ops[s->plan.n_ops - 1].out], s->hidden,
+        r = api->mem_read(s->queue, &s->scratch, s->buffer_offset[s->ops[s->plan.n_ops - 1].out],
+                          s->hidden + (uint64_t)s->first_hidden * n_embd,
                           (uint64_t)n_rows * n_embd * sizeof *s->hidden, &read, err);
         if (r == RF_OK) *ticket = read;
     }
@@ -20793,12 +20800,23 @@ static void rfi_session_cut(rf_session *s, uint32_t seq, uint32_t n, rf_error *e
     snprintf(err->text + used, sizeof err->text - used, "; sequence %u is empty now: its window has moved on", seq);
 }
 
+/* How many of n rows, the first ones, become a micro-batch of their own: those beyond whole tiles of the device's
+ * matrix products, where they are so few that they cost less than a tile of their own. Not where weights would be read
+ * again from elsewhere, nor where all rows attend to each other. */
+static uint32_t rfi_eval_rows_apart(const rf_session *s, uint32_t n) {
+    const rfi_store *store = s->m->store;
+    const uint32_t tile = s->m->device->api->plan_stats(s->prepared).tile_rows;
+    if (tile == 0 || n < tile || store->cache.n_frames || rfi_store_streams(store) || s->m->config.both_ways) return 0;
+    return n % tile <= tile / 8 ? n % tile : 0;
+}
+
 static rf_result rfi_eval_run(rf_session *s, const rf_token_row *rows, uint32_t n_rows, uint32_t *n_logits,
                               rf_error *err) {
     rfi_store *store = s->m->store;
     const rf_device_api *api = s->m->device->api;
     const int streams = rfi_store_streams(store);
     rf_result r = RF_OK;
+    uint32_t n_apart = 0; /* rows of this n_batch that were a micro-batch of their own */
     if (streams) pthread_mutex_lock(&store->stream_lock);
     if (streams || !rfi_store_residents_loaded(store))
         rfi_store_prefetch(store, NULL, 0, s->loading_cancels);
@@ -20806,7 +20824,10 @@ static rf_result rfi_eval_run(rf_session *s, const rf_token_row *rows, uint32_t 
     const uint32_t n_flight = rfi_eval_in_flight(s, rows, n_rows);
     rf_ticket flight[RFI_MEMBERS + 1] = {{0}};
     for (uint32_t at = 0, k = 0, n; r == RF_OK && at < n_rows; at += n, k = (k + 1) % n_flight) {
-        n = (uint32_t)rfi_min_u64(s->desc.n_batch, n_rows - at);
+        n = (uint32_t)rfi_min_u64(s->desc.n_batch - n_apart, n_rows - at);
+        s->first_hidden = n_apart;
+        n_apart = n_apart ? 0 : rfi_eval_rows_apart(s, n);
+        if (n_apart) n = n_apart;
         r = api->ticket_wait(&flight[k], RFI_WAIT_MS, err);
         flight[k] = (rf_ticket){0};
         if (r == RF_OK) r = rfi_eval_batch(s, rows + at, n, at + n == n_rows, n_logits, &flight[k], err);
@@ -31648,7 +31669,7 @@ static rf_result rfi_mtp_begin(rf_drafter *d, const rf_session *s, uint32_t seq,
 }
 
 /* What head k reads from, the model's session or that of the head before, has evaluated n places from `place` on: rows
- * of its last micro-batch from `row` on. */
+ * of the last n_batch from `row` on. */
 static void rfi_mtp_add(rf_drafter *d, uint32_t k, const rf_session *from, uint32_t place, uint32_t row, uint32_t n) {
     if (!d || k >= d->n_heads) return;
     rfi_mtp_head *h = &d->heads[k];

@@ -13483,7 +13483,7 @@ struct rf_prepared {
     uint32_t *fused_of; /* [n_segments + 1] first launch of each */
     uint32_t n_fused, decode_splits;
     uint32_t n_few;         /* rows of a step that runs by these launches, at most */
-    uint32_t n_attend;      /* the same of a step that runs by the fused attention among them */
+    uint32_t n_attend;      /* rows of a step that run by the fused attention among them, at most */
     rfk_few_columns few[2]; /* the input of its matvecs, of several rows; the same, quantized by attention */
     uint32_t few_for;       /* the launch that reads the latter, or RF_NONE */
     rfk_int8_rows deferred; /* a deferred norm, and its sums of squares */
@@ -13513,7 +13513,10 @@ struct rf_prepared {
     uint64_t checked_generation;              /* 1 + that in which all weights were found written; 0: never */
     int is_direct; /* rfk_few_direct has the types of all products */
     rfk_few_graph few_graph[2][RFK_FEW_STEP + 1]; /* [are_apart] of steps of so many rows */
-    uint32_t positions, are_apart; /* of the step: of a row, at most; whether each row is another sequence's */
+    /* of the step: */
+    uint32_t n_decode;             /* rows, from the first on, that take the attention of a decode step */
+    uint32_t positions, are_apart; /* these rows, or all: of a row, at most; whether each is another sequence's */
+    uint32_t first_row;            /* of the launches that follow; 0 but for attention of the rows behind n_decode */
     uint64_t few_generation;                  /* of the weights in these */
     uint32_t few_rows;                        /* of the last step of several rows with those weights */
     hipEvent_t *events; /* [2 * n_ops] while timing: before and after each op */
@@ -14682,6 +14685,9 @@ static rf_result rfk_plan_create(rf_dev *d, const rf_plan_bind *bind, rf_prepare
     rfk_choose_decode_splits(p);
     rfk_find_direct_plan(p);
     rfk_list_configs(p);
+    p->stats.tile_rows = d->wgmma ? RFK_WIDE_COLS : 0;
+    for (uint32_t i = 0; i < plan->n_weights; i++)
+        if (plan->weights[i].n_experts) p->stats.tile_rows = 0; /* a few rows more are few for each expert */
     *out = p;
     return RF_OK;
 }
@@ -14728,6 +14734,7 @@ struct rfk_launching {
     rf_error *err;
     const rf_op *op;
     uint32_t index, n_rows;
+    uint32_t first_row; /* of the step's, in the buffers */
     uint32_t together; /* ops of this launch: op, op + 1, ... */
     uint32_t end;      /* the first op after this call's */
     uint32_t done;     /* ops that are done: `together` or more */
@@ -14924,7 +14931,7 @@ template <class ARGS, int WAVE, int COLS> static void (*rfk_find_matmul(uint32_t
 /* The address of a buffer at the step's first row. */
 static float *rfk_at_step(const rfk_launching *l, float *base, uint32_t id) {
     const rf_plan_buffer *b = &l->p->plan->buffers[id];
-    return b->rows == RF_ROWS_LOGITS ? base + (size_t)l->step->first_logits_row * b->width : base;
+    return base + (size_t)(b->rows == RF_ROWS_LOGITS ? l->step->first_logits_row : l->first_row) * b->width;
 }
 
 /* Make `to` a launch of op i in l's step; false: it has no rows. */
@@ -15237,7 +15244,7 @@ static rf_result rfk_run_rope(const rfk_launching *l) {
     }
     a.table = l->p->tables + r->table;
     a.freqs = rfk_vector(l->p, op->weight, 0, &a.freqs_type);
-    a.rows = l->p->rows;
+    a.rows = l->p->rows + l->first_row;
     a.head_dim = r->head_dim;
     a.n_rot = r->n_rot;
     a.neox = (op->flags & RF_OP_NEOX) != 0;
@@ -15257,7 +15264,7 @@ static rf_result rfk_run_kv_store(const rfk_launching *l) {
     a.v = l->b.in2;
     a.k_state = l->b.k;
     a.v_state = l->b.v;
-    a.rows = l->p->rows;
+    a.rows = l->p->rows + l->first_row;
     a.k_stride = l->b.in_stride;
     a.v_stride = l->b.in2_stride;
     a.n_kv_heads = s->n_kv_heads;
@@ -15285,11 +15292,11 @@ static rf_result rfk_run_kv_store(const rfk_launching *l) {
     return rfk_enqueue_early(l, l->p->cache_type == RF_CACHE_F32 ? full : half, grid, RFK_BLOCK, a);
 }
 
-/* Whether a step has many rows, and its sequences have. */
-static bool rfk_has_runs(const rf_step *step) {
+/* Whether these are many rows, and their sequences have many. */
+static bool rfk_has_runs(const rf_step_row *rows, uint32_t n_rows) {
     uint32_t runs = 1;
-    for (uint32_t t = 1; t < step->n_rows; t++) runs += step->rows[t].seq != step->rows[t - 1].seq;
-    return step->n_rows > RFK_SPLIT_ROWS && step->n_rows >= 8 * runs;
+    for (uint32_t t = 1; t < n_rows; t++) runs += rows[t].seq != rows[t - 1].seq;
+    return n_rows > RFK_SPLIT_ROWS && n_rows >= 8 * runs;
 }
 
 /* Whether flash attention does it: sequences must have many rows. Quantized keys and values are sums of two halves, the
@@ -15297,7 +15304,8 @@ static bool rfk_has_runs(const rf_step *step) {
 static bool rfk_takes_flash(const rfk_launching *l, const rfk_flash_kernel *kernel) {
     const rf_attention_params *a = &l->op->attention;
     if (l->p->dev->wrong_units & RFK_WRONG_HALVES) return false;
-    return !(l->op->flags & RF_OP_MLA) && rfk_has_runs(l->step) && l->p->cache_type != RF_CACHE_F32 &&
+    if (!rfk_has_runs(l->step->rows, l->step->n_rows)) return false;
+    return !(l->op->flags & RF_OP_MLA) && l->p->cache_type != RF_CACHE_F32 &&
            (l->p->cache_type == RF_CACHE_Q8_0 ? l->p->dev->units_f16 : l->p->dev->has_units) &&
            a->head_dim == a->head_dim_v && a->head_dim % 16 == 0 && a->head_dim <= RFK_FLASH_HEAD &&
            a->n_heads / a->n_kv_heads <= kernel->queries && kernel->shared_bytes <= l->p->dev->shared_bytes;
@@ -15395,7 +15403,7 @@ static rf_result rfk_run_attention(const rfk_launching *l) {
     a.part = split ? p->part : NULL;
     a.slopes = att->slopes == RF_NONE ? NULL : p->tables + att->slopes;
     a.sinks = rfk_vector(p, op->weight, 0, &a.sinks_type);
-    a.rows = p->rows;
+    a.rows = p->rows + l->first_row;
     a.q_stride = l->b.in_stride;
     a.out_stride = l->b.out_stride;
     a.n_rows = l->n_rows;
@@ -15884,7 +15892,7 @@ static rf_result rfk_run_delta(const rfk_launching *l) {
     a.lower_bound = op->delta.lower_bound;
     a.scale = op->delta.scale;
     a.eps = op->delta.eps;
-    if (rfk_has_runs(l->step) && a.head_dim <= RFK_CHUNK_DIM && a.n_decays == 1)
+    if (rfk_has_runs(l->step->rows, l->step->n_rows) && a.head_dim <= RFK_CHUNK_DIM && a.n_decays == 1)
         return rfk_enqueue_early(l, RFK_BY_WAVE(l, rfk_delta_prompt<32>, rfk_delta_prompt<64>),
                                  dim3(rfk_ceil_div(a.head_dim_v, RFK_CHUNK_COLS), a.n_heads, n_sequences),
                                  2 * RFK_CHUNK_THREADS, a);
@@ -16267,10 +16275,10 @@ static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) 
     a.part = p->decode_part;
     a.tickets = p->tickets;
     a.x8 = p->x8;
-    if (!f->to_int8 || l->n_rows > 1) a.x8.q = NULL;
+    if (!f->to_int8 || l->step->n_rows > 1) a.x8.q = NULL;
     const uint32_t next = (uint32_t)(f - p->fused) + 1;
-    if (f->to_int8 && l->n_rows > 1 && rfk_is_fused_step(p, l->step) && next < p->fused_end &&
-        ops[p->fused[next].products].rows == op->rows) {
+    if (f->to_int8 && l->n_rows > 1 && l->n_rows == l->step->n_rows && rfk_is_fused_step(p, l->step) &&
+        next < p->fused_end && ops[p->fused[next].products].rows == op->rows) {
         a.few = p->few[1];
         p->few_for = next;
     }
@@ -16408,9 +16416,19 @@ static rf_result rfk_run_mixture(rfk_launching *l, const rfk_fused *f) {
     return rfk_enqueue_config(l, kernel, c, a);
 }
 
-/* Whether the step takes the attention of a decode step, where the plan has it fused. */
-static bool rfk_takes_decode_attention(const rf_prepared *p, const rf_step *step) {
-    return step->n_rows <= p->n_attend && !rfk_has_runs(step) && !p->events;
+/* How many rows of a step, from its first, take the attention of a decode step, where the plan has it fused: all of few
+ * rows, if no sequence has many of them; those before the first sequence that has, such as a prompt, for flash
+ * attention would read the keys of each in turn. */
+static uint32_t rfk_count_decode_rows(const rf_prepared *p, const rf_step *step) {
+    const rf_step_row *rows = step->rows;
+    const uint32_t n = step->n_rows;
+    uint32_t prompt = 0; /* first row of a sequence with more than RFK_SPLIT_ROWS in a row */
+    if (p->events) return 0;
+    if (n <= p->n_attend && !rfk_has_runs(rows, n)) return n;
+    for (uint32_t t = 0; t < n && t - prompt <= RFK_SPLIT_ROWS; t++)
+        if (rows[t].seq != rows[prompt].seq) prompt = t;
+    const bool apart = !rfk_has_runs(rows, prompt) && rfk_has_runs(rows + prompt, n - prompt);
+    return apart && prompt <= p->n_attend ? prompt : 0;
 }
 
 /* The RoPE tables that this call's attention needs: factors of others may not be loaded. */
@@ -16576,6 +16594,7 @@ static rfk_launching rfk_begin_launch(rf_prepared *p, rf_queue *q, const rf_step
     l.q = q;
     l.step = step;
     l.err = err;
+    l.first_row = p->first_row;
     return l;
 }
 
@@ -16601,6 +16620,21 @@ static rf_result rfk_run_each(rf_prepared *p, rf_queue *q, const rf_step *step, 
     return r;
 }
 
+/* Fused attention of the step's first n_decode rows, its ops for the rows behind them. */
+static rf_result rfk_run_fused_attention(rf_prepared *p, rf_queue *q, const rf_step *step, const rfk_fused *f,
+                                         rf_error *err) {
+    rfk_launching l = rfk_begin_launch(p, q, step, err);
+    rf_step others = *step;
+    others.rows += p->n_decode;
+    others.n_rows -= p->n_decode;
+    l.n_rows = p->n_decode;
+    rf_result r = l.n_rows ? rfk_run_decode_attention(&l, f) : RF_OK;
+    p->first_row = p->n_decode;
+    if (r == RF_OK && others.n_rows) r = rfk_run_each(p, q, &others, f, err);
+    p->first_row = 0;
+    return r;
+}
+
 /* A launch of a decode step. What is fused for fewer rows runs as ops. */
 static rf_result rfk_run_fused(rf_prepared *p, rf_queue *q, const rf_step *step, uint32_t i, rf_error *err) {
     const rfk_fused *f = &p->fused[i];
@@ -16618,34 +16652,32 @@ static rf_result rfk_run_fused(rf_prepared *p, rf_queue *q, const rf_step *step,
     if (p->plan->ops[f->first].kind == RF_OP_SUM && f->first > 0 &&
         rfk_pushes(p, step, f->first - 1) == RFK_PUSHES_FLAGGED)
         return rfk_run_fused_matvec(&l, f - 1);
-    if (f->kind == RFK_FUSED_ATTENTION && rfk_takes_decode_attention(p, step)) return rfk_run_decode_attention(&l, f);
+    if (f->kind == RFK_FUSED_ATTENTION) return rfk_run_fused_attention(p, q, step, f, err);
     if (f->kind == RFK_FUSED_NORM_DOTS) return rfk_run_norm_dots(&l, f);
     if (f->kind == RFK_FUSED_UP || f->kind == RFK_FUSED_DOWN) return rfk_run_mixture(&l, f);
     if (f->kind == RFK_FUSED_OP && (rfk_makes_route(p, i + 1) || rfk_takes_post_norm(p, step, i + 1))) return RF_OK;
     return rfk_run_each(p, q, step, f, err);
 }
 
-/* Run the ops of segments [first, last), those of fused attention as a decode step does if the rows are of different
- * sequences. While timing, each op is a launch of its own between two events. */
+/* Run the ops of segments [first, last). While timing, each op is a launch of its own between two events. */
 static rf_result rfk_run_segments(rf_prepared *p, rf_queue *q, uint32_t first, uint32_t last, const rf_step *step,
                                   rf_error *err) {
     rf_result r = RF_OK;
     const rfk_fused *f = p->fused + p->fused_of[first], *none = p->fused + p->fused_of[last];
-    const bool attends = rfk_takes_decode_attention(p, step);
     rfk_launching l = rfk_begin_launch(p, q, step, err);
-    l.n_rows = step->n_rows;
+    l.n_rows = p->n_decode;
     rfk_begin_fused(p, p->fused_of[first], p->fused_of[last]);
     if (rfk_is_fused_step(p, step)) {
         for (uint32_t i = p->fused_of[first]; r == RF_OK && i < p->fused_of[last]; i++)
             r = rfk_run_fused(p, q, step, i, err);
         return r;
     }
-    if (attends) r = rfk_run_angles(&l);
+    if (p->n_decode) r = rfk_run_angles(&l);
     for (uint32_t i = p->segments[first], n; r == RF_OK && i < p->segments[last]; i += n) {
         while (f < none && f->first < i) f++;
-        if (attends && f < none && f->first == i && f->kind == RFK_FUSED_ATTENTION) {
+        if (p->n_decode && f < none && f->first == i && f->kind == RFK_FUSED_ATTENTION) {
             n = f->n_ops;
-            r = rfk_run_decode_attention(&l, f);
+            r = rfk_run_fused_attention(p, q, step, f, err);
             continue;
         }
         n = p->events ? 1 : p->ops[i].together;
@@ -16831,7 +16863,7 @@ static rf_result rfk_replay(rf_prepared *p, rf_queue *q, const rf_step *step, in
 static int rfk_can_replay_few(const rf_prepared *p, const rf_step *step) {
     int ok = __atomic_load_n(&p->dev->graphs, __ATOMIC_RELAXED) == RFK_GRAPHS_ON && !p->no_graphs &&
              rfk_is_fused_step(p, step) && step->n_rows > 1 && step->n_logits == step->n_rows &&
-             step->first_logits_row == 0 && !rfk_has_runs(step);
+             step->first_logits_row == 0 && p->n_decode == step->n_rows;
     for (uint32_t i = 0; ok && i < step->n_rows; i++) ok = step->rows[i].token >= 0;
     return ok;
 }
@@ -16860,10 +16892,12 @@ static void rfk_capture_few(rf_prepared *p, rf_queue *q, const rf_step *step, rf
  * rows is captured again when a sequence outgrows it, a graph of one row is for all positions or for a cluster's. */
 static void rfk_begin_rows(rf_prepared *p, const rf_step *step) {
     uint32_t last = 0;
-    p->are_apart = step->n_rows <= RFK_DECODE_ROWS;
-    for (uint32_t i = 0; p->are_apart && i < step->n_rows; i++)
+    p->n_decode = rfk_count_decode_rows(p, step);
+    const uint32_t n = p->n_decode ? p->n_decode : step->n_rows;
+    p->are_apart = n <= RFK_DECODE_ROWS;
+    for (uint32_t i = 0; p->are_apart && i < n; i++)
         for (uint32_t k = 0; k < i; k++) p->are_apart &= step->rows[i].seq != step->rows[k].seq;
-    for (uint32_t i = 0; i < step->n_rows; i++)
+    for (uint32_t i = 0; i < n; i++)
         if ((uint32_t)step->rows[i].pos > last) last = (uint32_t)step->rows[i].pos;
     p->positions = RFK_DECODE_CELLS;
     while (p->positions <= last) p->positions *= 2;

@@ -28,6 +28,9 @@ static const char *rft_filter, *rft_suite;
 
 #define RFT_COUNT(array) (sizeof(array) / sizeof((array)[0]))
 
+/* The larger error; NaN if either is, unlike fmax: a result that is not a number fails. */
+static inline double rft_worst(double a, double b) { return b > a || b != b ? b : a; }
+
 /* Report and go on; at most 20 reports a test. */
 #define CHECK(cond, ...)                                                              \
     do {                                                                              \

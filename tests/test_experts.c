@@ -268,7 +268,7 @@ static void on_cpu(uint32_t below, const float *expected, double tolerance) {
     REQUIRE(open_rig(&r, MAPPED, NULL, NULL, &md) && rf_session_open(r.m, &short_session, &s, &r.err) == RF_OK, "%s", r.err.text);
     CHECK(run_in(s, 1, got, &r.err) == RF_OK, "%s", r.err.text);
     for (uint32_t i = 0; i < N_OUT; i++) {
-        worst = fmax(worst, fabs((double)got[i] - (double)expected[i]));
+        worst = rft_worst(worst, fabs((double)got[i] - (double)expected[i]));
         most = fmax(most, fabs((double)expected[i]));
     }
     CHECK(worst <= tolerance * most, "below %u: off by %g of %g", below, worst, most);

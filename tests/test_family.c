@@ -188,7 +188,7 @@ static void test_families(void) {
             CHECK(off <= allowed, "%s, %s: logits are off by %.3g", cases[i].what, quantized ? "q8_0" : "f32", off);
             ok = ok && logits_of(&file, tokens, n, 1, cases[i].n_ctx, steps, &err);
             CHECK(ok && !memcmp(got, steps, (size_t)n * n_vocab * sizeof *got), "%s: token by token other bits", cases[i].what);
-            worst = fmax(worst, off);
+            worst = rft_worst(worst, off);
             free(want);
             mg_free(&file);
         }

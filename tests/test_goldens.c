@@ -126,7 +126,7 @@ static double distance(const golden *g, float (*logits)[N_VOCAB], uint32_t from)
     for (uint32_t i = from; i < g->n_tokens; i++) {
         for (uint32_t j = 0; j < N_VOCAB; j++) {
             const double d = fabs((double)logits[i][j] - (double)g->logits[i][j]);
-            if (!(d <= worst)) worst = d;
+            worst = rft_worst(worst, d);
         }
     }
     return worst;
@@ -183,7 +183,7 @@ static void test_golden(void) {
     const rf_result code = begin(&r, path, device.name, &err);
     CHECK(code == RF_OK, "%s", err.text);
     CHECK(!code && eval(r.session, &g, 0, g.n_tokens, logits, &err) == RF_OK, "%s", err.text);
-    CHECK(!(distance(&g, logits, 0) > tolerance), "at once: %g", distance(&g, logits, 0));
+    CHECK(distance(&g, logits, 0) <= tolerance, "at once: %g", distance(&g, logits, 0));
     if (!rft_bad) check_greedy(r.session, &g);
     if (!rft_bad && !device.is_gpu) check_parts(r.session, &g, 1); /* slow where a GPU is emulated */
     if (!rft_bad) check_parts(r.session, &g, 5);
@@ -347,7 +347,7 @@ static void test_quantized(void) {
     for (int in_parts = 0; !rft_bad && in_parts < 2; in_parts++) {
         run_bytes(file, size, device.name, &g, in_parts, found);
         const double off = part_off(&g, found, want);
-        CHECK(!(off > (device.is_gpu ? GPU_OFF : QUANTIZED_OFF)), "%s: %g off", in_parts ? "in parts" : "at once", off);
+        CHECK(off <= (device.is_gpu ? GPU_OFF : QUANTIZED_OFF), "%s: %g off", in_parts ? "in parts" : "at once", off);
     }
 }
 
@@ -386,7 +386,7 @@ static double most_apart(const float *a, const float *b, uint32_t n) {
     double worst = 0;
     for (uint32_t i = 0; i < n; i++) {
         const double d = fabs((double)a[i] - (double)b[i]);
-        if (!(d <= worst)) worst = d;
+        worst = rft_worst(worst, d);
     }
     return worst;
 }
@@ -415,7 +415,7 @@ static void test_encoder(void) {
     if (!rft_bad) code = rf_session_eval(r.session, rows, g.n_tokens, &err);
     if (!code) code = rf_session_hidden(r.session, 0, g.n_tokens, hidden[0], &err);
     CHECK(code == RF_OK, "%s", err.text);
-    CHECK(!(most_apart(hidden[0], g.hidden[0], g.n_tokens * N_EMBD) > TOLERANCE), "hidden states: %g",
+    CHECK(most_apart(hidden[0], g.hidden[0], g.n_tokens * N_EMBD) <= TOLERANCE, "hidden states: %g",
           most_apart(hidden[0], g.hidden[0], g.n_tokens * N_EMBD));
     float *logits;
     int32_t id;

@@ -179,7 +179,7 @@ static double close_to(const speech *want, const speech *got) {
     for (int p = 0; p < N_PARTS; p++)
         for (uint32_t i = 0; i < MAX_LOGITS; i++) {
             const double d = fabs((double)want->logits[p][i] - (double)got->logits[p][i]);
-            if (!(d <= worst)) worst = d;
+            worst = rft_worst(worst, d);
             most = fmax(most, fabs((double)want->logits[p][i]));
         }
     return worst / most;

@@ -498,7 +498,8 @@ static void compare(const std::vector<float> &found, const std::vector<double> &
     for (size_t i = 0; i < want.size(); i++) {
         double d = fabs((double)found[i] - want[i]);
         if (allowed) d = d <= (*allowed)[i] ? 0 : d - (*allowed)[i]; /* NaN stays */
-        if (!(d <= worst)) worst = d, at = i; /* also if d is NaN */
+        if (d > worst || d != d) at = i;
+        worst = rft_worst(worst, d);
         largest = fmax(largest, fabs(want[i]));
         square += d * d;
         total += want[i] * want[i];
@@ -767,7 +768,7 @@ static void test_goldens() {
         double worst = 0;
         for (size_t i = 0; i < mine.size(); i++)
             if (!(isnan(mine[i]) && isnan(golden[i])) && mine[i] != golden[i])
-                worst = fmax(worst, fabs(mine[i] - golden[i]) / fmax(fabs(mine[i]), 1e-30));
+                worst = rft_worst(worst, fabs(mine[i] - golden[i]) / fmax(fabs(mine[i]), 1e-30));
         CHECK(worst < 5e-7 || !isfinite(worst), "%s: this test's decoder is off by %g", type_name(type), worst);
         for (int d = 0; d < n_devices; d++) {
             uint32_t n = block_elements(type) == 1 ? 16 : block_elements(type), vocab = (uint32_t)(mine.size() / n);
@@ -3095,7 +3096,7 @@ static void rows_case(const RowsCase &c, rf_dev *d, uint32_t wave) {
                 double largest = 0;
                 for (uint32_t i = 0; i < c.dim; i++) largest = fmax(largest, fabs(x[i]));
                 for (uint32_t i = 0; i < c.dim; i++)
-                    worst = fmax(worst, fabs(state_value(after, part ? v_base : 0, own, c.dim, i, c.cache) - x[i]) / largest *
+                    worst = rft_worst(worst, fabs(state_value(after, part ? v_base : 0, own, c.dim, i, c.cache) - x[i]) / largest *
                                             (c.cache == RF_CACHE_F32 ? 1e5 : c.cache == RF_CACHE_F16 ? 1e3 : 200));
             }
             memcpy(&before[own * row_bytes(c.cache, c.dim)], &after[own * row_bytes(c.cache, c.dim)], row_bytes(c.cache, c.dim));

@@ -596,7 +596,7 @@ static void check_attention_one(const rfi_kernels *k, uint32_t n_pos, uint32_t n
                 double want = 0;
                 for (uint32_t j = 0; j < first + t; j++) want += p[j] / sum * (double)vf[j * dim_v + i];
                 const double e = fabs((double)out[t * out_stride + h * dim_v + i] - want);
-                if (!(e <= worst)) worst = e;
+                worst = rft_worst(worst, e);
             }
         }
     CHECK(worst < 3e-6, "%s pos %u tokens %u group %u dim %u %u cache %u: %g", k->name, n_pos, n_tokens, n_group, dim, dim_v,

@@ -104,7 +104,7 @@ static void test_windows(void) {
         CHECK(eval(&r, 0, 0, N, N, full), "%s", r.err.text);
         const double off = ref_distance(full, want, (size_t)N * VOCAB);
         CHECK(off <= TOLERANCE, "window %u: logits are off by %.3g", windows[w], off);
-        worst = fmax(worst, off);
+        worst = rft_worst(worst, off);
         free(want);
         for (size_t b = 0; b < RFI_COUNT(batches); b++) {
             const rf_session_desc sd = {.cache_type = RF_CACHE_F32, .n_batch = batches[b][0]};

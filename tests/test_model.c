@@ -107,7 +107,7 @@ static double problem_run(const problem *p, uint32_t cache_type, double toleranc
         CHECK(ok, "%s %s: %s", what, isas[i], r.err.text);
         double d = ok ? ref_distance(got, p->logits, (size_t)p->n * p->n_vocab) : 0;
         CHECK(d <= tolerance, "%s on %s: logits are off by %.3g of the largest, allowed %.3g", what, isas[i], d, tolerance);
-        worst = fmax(worst, d);
+        worst = rft_worst(worst, d);
         rig_close(&r);
     }
     free(got);
@@ -125,7 +125,7 @@ static double reference_distance(const problem *p, const mg_options *o) {
     ref_open(&m, g);
     double *other = ref_eval(&m, p->tokens, p->n, &(ref_options){.int8_acts = 1}, NULL), diff = 0, most = 0;
     for (size_t i = 0; i < n; i++) {
-        diff = fmax(diff, fabs(other[i] - p->logits[i]));
+        diff = rft_worst(diff, fabs(other[i] - p->logits[i]));
         most = fmax(most, fabs(p->logits[i]));
     }
     free(other);
@@ -148,7 +148,7 @@ static void test_types(void) {
             mg_options o = {.arch = archs[a], .type = types[t].id, .seed = t * 1000};
             snprintf(what, sizeof what, "%s %s", archs[a], types[t].name);
             problem_make(&p, &o, is_float(o.type) ? 37 : 4, 0);
-            worst = fmax(worst, problem_run(&p, RF_CACHE_F32, FLOAT_TOLERANCE, what));
+            worst = rft_worst(worst, problem_run(&p, RF_CACHE_F32, FLOAT_TOLERANCE, what));
             problem_free(&p);
         }
     printf("    types: worst %.2g of the largest logit\n", worst);
@@ -215,7 +215,7 @@ static void test_graphs(void) {
             if (quantized && o.head_dim_v == 16 && o.head_dim == 1) o.n_kv_heads = 2;
             snprintf(what, sizeof what, "%s, %s", graphs[i].what, quantized ? "q8_0" : "f32");
             problem_make(&p, &o, quantized ? 4 : 37, 0);
-            worst = fmax(worst, problem_run(&p, RF_CACHE_F32, FLOAT_TOLERANCE, what));
+            worst = rft_worst(worst, problem_run(&p, RF_CACHE_F32, FLOAT_TOLERANCE, what));
             if (graphs[i].against_plain) {
                 mg_options plain = {.arch = o.arch, .type = o.type, .seed = o.seed};
                 double d = reference_distance(&p, &plain);
@@ -268,7 +268,7 @@ static void test_experts(void) {
             o.seed = 500 + i;
             snprintf(what, sizeof what, "%s, %s", moes[i].what, rf_type_get(o.type).name);
             problem_make(&p, &o, is_float(o.type) ? 37 : 4, 0);
-            worst = fmax(worst, problem_run(&p, RF_CACHE_F32, FLOAT_TOLERANCE, what));
+            worst = rft_worst(worst, problem_run(&p, RF_CACHE_F32, FLOAT_TOLERANCE, what));
             problem_free(&p);
         }
     printf("    experts: worst %.2g of the largest logit\n", worst);
@@ -402,7 +402,7 @@ static void test_cache_f16(void) {
         problem p;
         mg_options o = {.type = types[t].id, .seed = 5};
         problem_make(&p, &o, 4, 1);
-        worst = fmax(worst, problem_run(&p, RF_CACHE_F16, 1e-4, types[t].name));
+        worst = rft_worst(worst, problem_run(&p, RF_CACHE_F16, 1e-4, types[t].name));
         problem_free(&p);
     }
     printf("    f16 cache: worst %.2g of the largest logit\n", worst);
@@ -1082,7 +1082,7 @@ static void test_golden(void) {
             REQUIRE(open_rig(&r, NULL, SHARED "-f16.gguf", isas[i], 2, &sd), "%s", r.err.text);
             CHECK(eval_all(&r, prompt, 18, got), "%s", r.err.text);
             double diff = 0;
-            for (size_t k = 0; k < 18 * 1024; k++) diff = fmax(diff, fabs((double)got[k] - want[k]));
+            for (size_t k = 0; k < 18 * 1024; k++) diff = rft_worst(diff, fabs((double)got[k] - want[k]));
             CHECK(diff <= (cache == RF_CACHE_F32 ? 5e-5 : 5e-3), "%s: off by %.3g", isas[i], diff);
             printf("    golden on %s, %s cache: off by %.2g\n", isas[i], cache ? "f32" : "f16", diff);
             rf_session_truncate(r.s, 0, 0, NULL, NULL);
@@ -1141,7 +1141,7 @@ static void test_example(void) {
         CHECK(greedy(&r, ids, 3, mine, 64, got), "%s", r.err.text);
         CHECK(memcmp(mine, ids + 3, sizeof mine) == 0, "%s: the greedy ids differ", isas[i]);
         double diff = 0;
-        for (size_t k = 0; k < 64 * 1024; k++) diff = fmax(diff, fabs((double)got[k] - want[2 * 1024 + k]));
+        for (size_t k = 0; k < 64 * 1024; k++) diff = rft_worst(diff, fabs((double)got[k] - want[2 * 1024 + k]));
         CHECK(diff <= tolerance, "%s: off by %.3g", isas[i], diff);
         printf("    example on %s: off by %.2g\n", isas[i], diff);
         rig_close(&r);

@@ -89,7 +89,7 @@ static int read_answers(const char *name) {
 
 static double distance(const float *logits, const float *want) {
     double worst = 0;
-    for (int i = 0; i < N_VOCAB; i++) worst = fmax(worst, fabs((double)logits[i] - (double)want[i]));
+    for (int i = 0; i < N_VOCAB; i++) worst = rft_worst(worst, fabs((double)logits[i] - (double)want[i]));
     return worst;
 }
 
@@ -110,7 +110,7 @@ static double read_places(uint32_t k, uint32_t end, uint32_t part, float (*given
         for (uint32_t i = 0; res == RF_OK && i < n; i++) {
             CHECK(rf_session_hidden(hs[k], i, 1, own[at + i], NULL) == RF_OK && rf_session_get_logits(hs[k], i, &logits, NULL) == RF_OK);
             if (hs[k]->desc.mtp) CHECK(memcmp(own[at + i], hs[k]->hidden + i * r.n_embd, r.n_embd * sizeof(float)) == 0);
-            if (k == 0 || at + i + 1 == end) worst = fmax(worst, distance(logits, wanted[at + i]));
+            if (k == 0 || at + i + 1 == end) worst = rft_worst(worst, distance(logits, wanted[at + i]));
         }
     }
     memcpy(given, own, end * sizeof *given);
@@ -130,14 +130,14 @@ static void check_logits(const char *name, uint32_t part) {
         if (i < n_heads) {
             memmove(hidden[1], hidden[0], (N_PROMPT + i) * sizeof *hidden);
             memset(hidden[0], 0, sizeof *hidden);
-            worst = fmax(worst, read_places(i, N_PROMPT + i, part, hidden, &id));
+            worst = rft_worst(worst, read_places(i, N_PROMPT + i, part, hidden, &id));
         } else {
             float *logits, *own = hidden[N_PROMPT + n_heads - 2];
             const rf_token_row row = {.token = id, .embedding = own, .pos = RF_POS_NEXT, .want_logits = 1};
             REQUIRE(rf_session_eval(hs[n_heads - 1], &row, 1, &r.err) == RF_OK, "%s", r.err.text);
             CHECK(rf_session_get_logits(hs[n_heads - 1], 0, &logits, NULL) == RF_OK && rf_session_get_argmax(hs[n_heads - 1], 0, &id, NULL) == RF_OK &&
                   rf_session_hidden(hs[n_heads - 1], 0, 1, own, NULL) == RF_OK);
-            worst = fmax(worst, distance(logits, wanted[N_PROMPT + i - 1]));
+            worst = rft_worst(worst, distance(logits, wanted[N_PROMPT + i - 1]));
         }
         CHECK(id == drafts[i], "%s: draft %u is %d, want %d", name, i, id, drafts[i]);
     }
@@ -464,7 +464,7 @@ static void check_again(const char *name) {
     REQUIRE(rf_session_eval(hs[0], rows, N_PROMPT, &r.err) == RF_OK, "%s", r.err.text);
     for (uint32_t i = 0; i < N_PROMPT; i++) {
         REQUIRE(rf_session_get_logits(hs[0], i, &logits, NULL) == RF_OK);
-        worst = fmax(worst, distance(logits, wanted[i]));
+        worst = rft_worst(worst, distance(logits, wanted[i]));
     }
     CHECK(worst < TOLERANCE, "%s: %g", name, worst);
 }
@@ -520,6 +520,39 @@ static void test_lent(void) {
     mode = COPIED;
     for (size_t k = 0; k < RFT_COUNT(families); k++) check_lent(families[k]);
     mode = MAPPED;
+}
+
+/* A device whose products take 8 rows at a time: rows beyond them are a micro-batch of their own, and all hidden rows come. */
+static rf_session_stats tiled_stats(const rf_prepared *p) {
+    (void)p;
+    return (rf_session_stats){.tile_rows = 8};
+}
+static const rf_device_api *untiled;
+static uint32_t n_steps;
+static rf_result count_steps(rf_prepared *p, rf_queue *q, uint32_t first, uint32_t last, const rf_step *step, rf_ticket *ticket, rf_error *err) {
+    n_steps += first == 0;
+    return untiled->plan_run(p, q, first, last, step, ticket, err);
+}
+
+static void test_rows_beyond_tiles(void) {
+    static const struct { uint32_t n_rows, n_steps; } calls[] = {{9, 2}, {16, 1}, {17, 2}, {7, 1}, {18, 1}, {28, 1}};
+    static float wanted_hidden[N_PROMPT * 64];
+    REQUIRE(open_all(families[0], 0, 64) && read_answers(families[0]) && r.n_embd <= 64);
+    CHECK(rf_session_forward(r.s, prompt, N_PROMPT, NULL, &r.err) == RF_OK, "%s", r.err.text);
+    memcpy(wanted_hidden, r.s->hidden, N_PROMPT * r.n_embd * sizeof(float));
+    untiled = r.s->m->device->api;
+    rf_device_api tiled = *untiled;
+    tiled.plan_stats = tiled_stats, tiled.plan_run = count_steps;
+    r.s->m->device->api = &tiled;
+    for (size_t i = 0; i < RFT_COUNT(calls); i++) {
+        n_steps = 0;
+        memset(r.s->hidden, 0, N_PROMPT * r.n_embd * sizeof(float));
+        CHECK(rf_session_truncate(r.s, 0, 0, NULL, &r.err) == RF_OK && rf_session_forward(r.s, prompt, calls[i].n_rows, NULL, &r.err) == RF_OK, "%s", r.err.text);
+        CHECK(n_steps == calls[i].n_steps, "%u rows: %u micro-batches, want %u", calls[i].n_rows, n_steps, calls[i].n_steps);
+        CHECK(memcmp(r.s->hidden, wanted_hidden, calls[i].n_rows * r.n_embd * sizeof(float)) == 0, "%u rows: other hidden rows", calls[i].n_rows);
+    }
+    r.s->m->device->api = untiled;
+    close_all();
 }
 
 /* What is refused, by name; each allocation may fail. */
@@ -597,6 +630,7 @@ int main(int argc, char **argv) {
         RUN(test_later_heads);
         RUN(test_lent);
         RUN(test_scheduler);
+        RUN(test_rows_beyond_tiles);
         RUN(test_errors);
     }
     close_all();

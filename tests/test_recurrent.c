@@ -387,7 +387,7 @@ static void fill(float *x, size_t n, uint64_t seed) {
 
 static void agree(const float *found, const double *want, size_t n, const char *what) {
     double off = 0, most = 0;
-    for (size_t i = 0; i < n; i++) off = fmax(off, fabs((double)found[i] - want[i])), most = fmax(most, fabs(want[i]));
+    for (size_t i = 0; i < n; i++) off = rft_worst(off, fabs((double)found[i] - want[i])), most = fmax(most, fabs(want[i]));
     CHECK(off <= 2e-6 * most && most > 0, "%s: off by %g of %g", what, off, most);
 }
 
