@@ -13473,10 +13473,8 @@ struct rf_prepared {
     uint32_t tile_blocks; /* blocks of such a launch at most */
     /* the step in rows, ranges and logit_rows, written through `written_by`; copies on the host */
     rf_queue *written_by;
-    uint32_t n_rows, n_ranges, n_row_logits, turn, epoch;
+    uint32_t n_rows, n_row_logits, turn, epoch;
     rf_step_row *host_rows;
-    rfk_row_range *host_ranges; /* [n_ranges] of the step's sequences */
-    uint32_t *range_of;         /* [n_seq] that of a sequence, if it is in the step */
     uint32_t *host_logit_rows;
     /* decode steps */
     rfk_fused *fused;   /* [n_fused] launches, by segment */
@@ -13514,6 +13512,9 @@ struct rf_prepared {
     int is_direct; /* rfk_few_direct has the types of all products */
     rfk_few_graph few_graph[2][RFK_FEW_STEP + 1]; /* [are_apart] of steps of so many rows */
     /* of the step: */
+    rfk_row_range *host_ranges; /* [n_ranges] of its sequences */
+    uint32_t *range_of;         /* [n_seq] that of a sequence, if it is in the step */
+    uint32_t n_ranges;
     uint32_t n_decode;             /* rows, from the first on, that take the attention of a decode step */
     uint32_t positions, are_apart; /* these rows, or all: of a row, at most; whether each is another sequence's */
     uint32_t first_row;            /* of the launches that follow; 0 but for attention of the rows behind n_decode */
@@ -15834,9 +15835,9 @@ static rf_result rfk_run_mix(const rfk_launching *l) {
  * all steps of so many rows, as many as there can be. *ranges: for rfk_rows_of. */
 static uint32_t rfk_n_sequences(const rfk_launching *l, const rfk_row_range **ranges) {
     const rf_prepared *p = l->p;
-    *ranges = p->are_apart ? NULL : p->ranges;
-    if (p->are_apart) return l->n_rows;
-    return !p->capturing ? p->n_ranges : l->n_rows < p->n_seq ? l->n_rows : p->n_seq;
+    const bool apart = p->n_ranges == l->n_rows; /* so are all steps of a graph, or none */
+    *ranges = apart ? NULL : p->ranges;
+    return apart || !p->capturing ? p->n_ranges : l->n_rows < p->n_seq ? l->n_rows : p->n_seq;
 }
 
 static rf_result rfk_run_conv(const rfk_launching *l) {
@@ -16500,20 +16501,6 @@ static rf_result rfk_check_tokens(const rf_prepared *p, const rf_step *step, con
     return RF_OK;
 }
 
-/* List the sequences of a step. */
-static void rfk_list_ranges(rf_prepared *p, const rf_step *step) {
-    p->n_ranges = 0;
-    for (uint32_t t = 0; t < step->n_rows; t++) {
-        const int32_t seq = step->rows[t].seq;
-        uint32_t i = p->range_of[seq]; /* perhaps of an earlier step */
-        if (i >= p->n_ranges || step->rows[p->host_ranges[i].first].seq != seq) {
-            i = p->range_of[seq] = p->n_ranges++;
-            p->host_ranges[i].first = t;
-        }
-        p->host_ranges[i].end = t + 1;
-    }
-}
-
 /* Write the step's values to the device, unless they are there: a step run segment by segment writes them once. */
 static rf_result rfk_write_step_values(rf_prepared *p, rf_queue *q, const rf_step *step, rf_error *err) {
     size_t row_bytes = step->n_rows * sizeof *step->rows, logit_bytes = step->n_logits * sizeof *step->logit_rows;
@@ -16524,7 +16511,6 @@ static rf_result rfk_write_step_values(rf_prepared *p, rf_queue *q, const rf_ste
         (logit_bytes == 0 || memcmp(p->host_logit_rows, step->logit_rows, logit_bytes) == 0))
         return RF_OK;
     p->written_by = NULL;
-    rfk_list_ranges(p, step);
     uint32_t max = step->n_rows > step->n_logits ? step->n_rows : step->n_logits;
     for (uint32_t first = 0; first < max; first += RFK_STEP_ROWS) {
         rfk_step_args a;
@@ -16888,10 +16874,25 @@ static void rfk_capture_few(rf_prepared *p, rf_queue *q, const rf_step *step, rf
     p->no_graphs = 1;
 }
 
+/* List the sequences of a step. */
+static void rfk_list_ranges(rf_prepared *p, const rf_step *step) {
+    p->n_ranges = 0;
+    for (uint32_t t = 0; t < step->n_rows; t++) {
+        const int32_t seq = step->rows[t].seq;
+        uint32_t i = p->range_of[seq]; /* perhaps of an earlier step */
+        if (i >= p->n_ranges || step->rows[p->host_ranges[i].first].seq != seq) {
+            i = p->range_of[seq] = p->n_ranges++;
+            p->host_ranges[i].first = t;
+        }
+        p->host_ranges[i].end = t + 1;
+    }
+}
+
 /* What the launches of a step's attention depend on. Positions are rounded up to a power of two: a graph of several
  * rows is captured again when a sequence outgrows it, a graph of one row is for all positions or for a cluster's. */
 static void rfk_begin_rows(rf_prepared *p, const rf_step *step) {
     uint32_t last = 0;
+    rfk_list_ranges(p, step);
     p->n_decode = rfk_count_decode_rows(p, step);
     const uint32_t n = p->n_decode ? p->n_decode : step->n_rows;
     p->are_apart = n <= RFK_DECODE_ROWS;
@@ -16957,8 +16958,8 @@ static rf_result rfk_plan_run(rf_prepared *p, rf_queue *q, uint32_t first, uint3
         if (r == RF_OK) r = rfk_check_tokens(p, step, &p->plan->ops[i], err);
     }
     if (r == RF_OK && first == 0 && last == p->n_segments) p->checked_generation = generation;
-    if (r == RF_OK) r = rfk_write_step_values(p, q, step, err);
     if (r == RF_OK) rfk_begin_rows(p, step);
+    if (r == RF_OK) r = rfk_write_step_values(p, q, step, err);
     const int decode = r == RF_OK && first == 0 && last == p->n_segments && rfk_is_decode(p, step);
     int replayed = decode && rfk_can_replay(p, step);
     if (decode && !p->members) rfk_tune(p);
