@@ -1509,20 +1509,30 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_sum(rfk_sum_args a) {
     if (threadIdx.x == 0) atomicAdd(a.sum, part.of[0]);
 }
 
+/* From the first row of a sequence in a step to its last; others may lie between them. Empty: {0, 0}. */
+struct rfk_row_range {
+    uint32_t first, end;
+};
+
 /* A step's values travel as kernel arguments, which the runtime copies: none is overwritten while in flight.
  *   grid 1   block 64 */
 #define RFK_STEP_ROWS 64
 struct rfk_step_args {
     rf_step_row row[RFK_STEP_ROWS];
+    rfk_row_range range[RFK_STEP_ROWS];
     uint32_t logit_row[RFK_STEP_ROWS];
     rf_step_row *rows;
+    rfk_row_range *ranges; /* [rows of the step] of its sequences; beyond them empty */
     uint32_t *logit_rows;
     uint32_t first, n_rows, n_logits;
     uint32_t *now, turn, epoch; /* for sums over members */
 };
 static __global__ void rfk_write_step(rfk_step_args a) {
     if (threadIdx.x == 0) a.now[0] = a.turn, a.now[1] = a.epoch;
-    if (threadIdx.x < a.n_rows) a.rows[a.first + threadIdx.x] = a.row[threadIdx.x];
+    if (threadIdx.x < a.n_rows) {
+        a.rows[a.first + threadIdx.x] = a.row[threadIdx.x];
+        a.ranges[a.first + threadIdx.x] = a.range[threadIdx.x];
+    }
     if (threadIdx.x < a.n_logits) a.logit_rows[a.first + threadIdx.x] = a.logit_row[threadIdx.x];
 }
 
@@ -2741,12 +2751,18 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_mix(rfk_mix_args a) {
 }
 
 /* ---- recurrent layers ----
- * Rows of a sequence are sequential: a block takes one sequence through the rows of the step and skips those of
- * others. */
+ * Rows of a sequence are sequential: a block takes one sequence of the step from its first row to its last and skips
+ * those of others between them. */
+
+/* The rows of a step's sequence i. ranges NULL: each row is another sequence's. */
+RFK_DEVICE rfk_row_range rfk_rows_of(const rfk_row_range *ranges, uint32_t i) {
+    const rfk_row_range one = {i, i + 1};
+    return ranges ? ranges[i] : one;
+}
 
 /* Causal 1-D convolution. A block takes 32 channels, 128 bytes of a row, through the rows of a sequence; its groups of
- * 32 threads share the rows of the step, consecutive ones each. out may be in: inputs before a thread's first row are
- * read before any is overwritten. Past inputs in registers.
+ * 32 threads share these rows, consecutive ones each. out may be in: inputs before a thread's first row are read
+ * before any is overwritten. Past inputs in registers.
  *   grid [ceil(n / 32), sequences]   block 32 * groups, up to 512   reads and writes every value once */
 #define RFK_CONV_CHANNELS 32u
 #define RFK_CONV_GROUPS 16u
@@ -2758,15 +2774,16 @@ struct rfk_conv_args {
     float *out, *state; /* [slots][n_taps - 1][n] */
     uint32_t dilation;  /* every so many taps one has a weight, the last one; the others are 0 */
     const rf_step_row *rows;
-    uint32_t w_type, bias_type, in_stride, out_stride, n_rows, n, n_taps, activation;
+    const rfk_row_range *ranges;
+    uint32_t w_type, bias_type, in_stride, out_stride, n, n_taps, activation;
 };
-/* The inputs of channel c before row t of the step to x, the newest last: of rows of the sequence, before those its
- * state. */
+/* The inputs of channel c before row t of the step to x, the newest last: of rows of the sequence, whose first one is
+ * row `first`, before those its state. */
 template <uint32_t TAPS>
-RFK_DEVICE void rfk_conv_past(const rfk_conv_args &a, uint32_t t, uint32_t c, float (&x)[TAPS]) {
+RFK_DEVICE void rfk_conv_past(const rfk_conv_args &a, uint32_t first, uint32_t t, uint32_t c, float (&x)[TAPS]) {
     const int32_t seq = a.rows[t].seq;
     uint32_t have = 0, from = a.rows[t].from;
-    for (; t > 0 && have + 1 < a.n_taps; t--) {
+    for (; t > first && have + 1 < a.n_taps; t--) {
         if (a.rows[t - 1].seq != seq) continue;
         const float v = a.in[(size_t)(t - 1) * a.in_stride + c];
         RFK_UNROLL(16)
@@ -2790,10 +2807,7 @@ RFK_DEVICE float rfk_conv_weight(const rfk_conv_args &a, uint32_t c, uint32_t ta
 template <uint32_t TAPS>
 static __global__ void RFK_THREADS(RFK_CONV_CHANNELS * RFK_CONV_GROUPS) rfk_conv(rfk_conv_args a) {
     const uint32_t c = blockIdx.x * RFK_CONV_CHANNELS + threadIdx.x % RFK_CONV_CHANNELS,
-                   groups = blockDim.x / RFK_CONV_CHANNELS, share = (a.n_rows + groups - 1) / groups,
-                   begin = threadIdx.x / RFK_CONV_CHANNELS * share,
-                   end = begin + share < a.n_rows ? begin + share : a.n_rows;
-    const int32_t seq = (int32_t)blockIdx.y;
+                   groups = blockDim.x / RFK_CONV_CHANNELS;
     constexpr uint32_t ROWS = TAPS > RF_MAX_TAPS ? RFK_CONV_ROWS / 4 : RFK_CONV_ROWS; /* gfx906 spills else */
     float w[TAPS], x[TAPS]; /* the last n_taps are used; the others are zero */
     RFK_UNROLL(16)
@@ -2803,9 +2817,14 @@ static __global__ void RFK_THREADS(RFK_CONV_CHANNELS * RFK_CONV_GROUPS) rfk_conv
         x[j] = 0;
     }
     rfk_wait_previous();
+    const rfk_row_range rows = rfk_rows_of(a.ranges, blockIdx.y);
+    const int32_t seq = a.rows[rows.first].seq;
+    const uint32_t share = (rows.end - rows.first + groups - 1) / groups,
+                   begin = rows.first + threadIdx.x / RFK_CONV_CHANNELS * share,
+                   end = begin + share < rows.end ? begin + share : rows.end;
     uint32_t first = begin;
     while (first < end && a.rows[first].seq != seq) first++;
-    if (first < end && c < a.n) rfk_conv_past<TAPS>(a, first, c, x);
+    if (first < end && c < a.n) rfk_conv_past<TAPS>(a, rows.first, first, c, x);
     __syncthreads();
     if (c >= a.n) return;
     const float bias = a.bias ? rfk_load_any(a.bias, a.bias_type, c) : 0.0f;
@@ -2849,7 +2868,8 @@ struct rfk_delta_args {
     const uint8_t *a, *b; /* [n_heads] */
     float *out, *state;   /* [slots][n_heads][head_dim][head_dim_v] */
     const rf_step_row *rows;
-    uint32_t a_type, b_type, in_stride, beta_stride, alpha_stride, out_stride, n_rows, n_heads, n_k_heads, head_dim,
+    const rfk_row_range *ranges;
+    uint32_t a_type, b_type, in_stride, beta_stride, alpha_stride, out_stride, n_heads, n_k_heads, head_dim,
         head_dim_v, cyclic, n_decays;
     float scale, eps, lower_bound;
 };
@@ -2864,8 +2884,8 @@ template <int WAVE, int DIM> struct rfk_delta_shared {
 template <int WAVE, int DIM> struct rfk_delta_loads {
     static const int TOKENS = 2048 / DIM, N = DIM / WAVE;
     float q[TOKENS / 4][N], k[TOKENS / 4][N], v[TOKENS * RFK_DELTA_COLS(WAVE, DIM) / WAVE], beta, alpha;
-    int32_t seq;       /* of row `lane` of the tokens, -1: none */
-    uint32_t from, to;
+    int32_t own; /* whether row `lane` of the tokens is the sequence's */
+    uint32_t to; /* of that row */
 };
 /* The decay of a row of S from its input. Called: kernels have many copies. */
 RFK_CALLED float rfk_delta_decay(float lower_bound, float x, float by) {
@@ -2881,7 +2901,7 @@ template <int WAVE, int DIM> RFK_DEVICE float rfk_column_sum(float v) {
 RFK_DEVICE uint32_t rfk_delta_key(const rfk_delta_args &a) {
     return a.head_dim * (a.cyclic ? blockIdx.y % a.n_k_heads : blockIdx.y / (a.n_heads / a.n_k_heads));
 }
-/* Read tokens t0 on; l.seq and so on are of these already. */
+/* Read tokens t0 on; l.own is of these already. */
 template <int WAVE, int DIM>
 RFK_DEVICE void rfk_delta_fetch(rfk_delta_loads<WAVE, DIM> &l, const rfk_delta_args &a, uint32_t t0) {
     const int TOKENS = l.TOKENS, COLS = 4 * RFK_DELTA_COLS(WAVE, DIM);
@@ -2889,7 +2909,7 @@ RFK_DEVICE void rfk_delta_fetch(rfk_delta_loads<WAVE, DIM> &l, const rfk_delta_a
                    n_keys = a.n_k_heads * a.head_dim, h = blockIdx.y;
     RFK_UNROLL(8)
     for (uint32_t i = 0; i < (uint32_t)TOKENS / 4; i++) {
-        const bool own = rfk_shuffle<WAVE>(l.seq, 4 * i + wave) == (int32_t)blockIdx.z;
+        const bool own = rfk_shuffle<WAVE>(l.own, 4 * i + wave) != 0;
         const float *in = a.in + (size_t)(t0 + 4 * i + wave) * a.in_stride + key;
         RFK_UNROLL(8)
         for (uint32_t j = 0; j < (uint32_t)l.N; j++) {
@@ -2902,12 +2922,12 @@ RFK_DEVICE void rfk_delta_fetch(rfk_delta_loads<WAVE, DIM> &l, const rfk_delta_a
     for (uint32_t j = 0; j < sizeof l.v / sizeof *l.v; j++) {
         const uint32_t i = (j * 4 * WAVE + threadIdx.x) / COLS,
                        col = blockIdx.x * COLS + (j * 4 * WAVE + threadIdx.x) % COLS;
-        const bool own = rfk_shuffle<WAVE>(l.seq, i) == (int32_t)blockIdx.z;
+        const bool own = rfk_shuffle<WAVE>(l.own, i) != 0;
         l.v[j] = own && col < a.head_dim_v
                      ? a.in[(size_t)(t0 + i) * a.in_stride + 2 * (size_t)n_keys + (size_t)h * a.head_dim_v + col]
                      : 0.0f;
     }
-    const bool own = threadIdx.x < (uint32_t)TOKENS && l.seq == (int32_t)blockIdx.z;
+    const bool own = threadIdx.x < (uint32_t)TOKENS && l.own;
     l.beta = own ? a.beta[(size_t)(t0 + lane) * a.beta_stride + h] : 0.0f;
     l.alpha = own ? a.alpha[(size_t)(t0 + lane) * a.alpha_stride + (size_t)h * a.n_decays] : 0.0f;
 }
@@ -2934,7 +2954,7 @@ RFK_DEVICE void rfk_delta_put(rfk_delta_shared<WAVE, DIM> &s, const rfk_delta_lo
             reinterpret_cast<float *>(s.q[token])[j * WAVE + lane] = l.q[i][j] * qq;
             reinterpret_cast<float *>(s.k[token])[j * WAVE + lane] = l.k[i][j] * kk;
         }
-        const bool own = rfk_shuffle<WAVE>(l.seq, token) == (int32_t)blockIdx.z;
+        const bool own = rfk_shuffle<WAVE>(l.own, token) != 0;
         for (uint32_t e = lane; a.n_decays > 1 && own && e < DIM; e += WAVE)
             reinterpret_cast<float *>(s.decays[token])[e] =
                 e < a.head_dim
@@ -2952,13 +2972,13 @@ RFK_DEVICE void rfk_delta_put(rfk_delta_shared<WAVE, DIM> &s, const rfk_delta_lo
     s.decay[lane] =
         a.n_decays > 1 ? 1.0f : rfk_delta_decay(a.lower_bound, l.alpha + rfk_load_any(a.b, a.b_type, h), decay_by);
 }
-/* Which rows these are, for rfk_delta_fetch. */
+/* Which rows these are, for rfk_delta_fetch: of rows before `end`. */
 template <int WAVE, int DIM>
-RFK_DEVICE void rfk_delta_rows(rfk_delta_loads<WAVE, DIM> &l, const rfk_delta_args &a, uint32_t t0) {
+RFK_DEVICE void rfk_delta_rows(rfk_delta_loads<WAVE, DIM> &l, const rfk_delta_args &a, int32_t seq, uint32_t t0,
+                               uint32_t end) {
     const uint32_t t = t0 + threadIdx.x % WAVE;
-    const bool inside = threadIdx.x % WAVE < (uint32_t)l.TOKENS && t < a.n_rows;
-    l.seq = inside ? a.rows[t].seq : -1;
-    l.from = inside ? a.rows[t].from : 0;
+    const bool inside = threadIdx.x % WAVE < (uint32_t)l.TOKENS && t < end;
+    l.own = inside && a.rows[t].seq == seq;
     l.to = inside ? a.rows[t].to : 0;
 }
 /* A token: x, the lane's N values of a column of S, decays and takes in the key; returns the column's output. */
@@ -3010,34 +3030,34 @@ template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_de
     const uint32_t TOKENS = shared::TOKENS, COLS = shared::COLS, h = blockIdx.y,
                    first = 4 * (threadIdx.x % WAVE / COLS),
                    col = (blockIdx.x * 4 + threadIdx.x / WAVE) * COLS + threadIdx.x % COLS;
-    const int32_t seq = (int32_t)blockIdx.z;
+    const rfk_row_range rows = rfk_rows_of(a.ranges, blockIdx.z);
+    const int32_t seq = a.rows[rows.first].seq;
+    const uint32_t slot_from = a.rows[rows.first].from;
     const bool inside = col < a.head_dim_v;
     const size_t width = (size_t)a.n_heads * a.head_dim * a.head_dim_v,
                  at = ((size_t)h * a.head_dim + first) * a.head_dim_v + col;
+    if (rows.first == rows.end) return;
     float x[N];
-    bool begun = false;
     RFK_UNROLL(32)
     for (uint32_t m = 0; m < (uint32_t)N; m++) x[m] = 0;
     rfk_delta_loads<WAVE, DIM> l;
-    rfk_delta_rows(l, a, 0);
-    rfk_delta_fetch(l, a, 0);
-    for (uint32_t t0 = 0; t0 < a.n_rows; t0 += TOKENS) {
-        const int32_t seqs = l.seq;
-        const uint32_t from = l.from, to = l.to;
-        const bool any = rfk_wave_max<WAVE>(l.seq == seq ? 1.0f : 0.0f) > 0;
+    rfk_delta_rows(l, a, seq, rows.first, rows.end);
+    rfk_delta_fetch(l, a, rows.first);
+    if (slot_from) rfk_delta_state<true, WAVE, DIM>(a, x, a.state + (slot_from - 1) * width + at, first, inside);
+    for (uint32_t t0 = rows.first; t0 < rows.end; t0 += TOKENS) {
+        const int32_t own = l.own;
+        const uint32_t to = l.to;
+        const bool any = rfk_wave_max<WAVE>(own ? 1.0f : 0.0f) > 0;
         if (any) {
             __syncthreads(); /* the tokens before have been read */
             rfk_delta_put(s, l, a, t0);
             __syncthreads();
         }
-        rfk_delta_rows(l, a, t0 + TOKENS);
+        rfk_delta_rows(l, a, seq, t0 + TOKENS, rows.end);
         rfk_delta_fetch(l, a, t0 + TOKENS);
         for (uint32_t i = 0; any && i < TOKENS; i++) {
-            if (rfk_shuffle<WAVE>(seqs, i) != seq) continue;
-            const uint32_t slot_from = begun ? 0 : rfk_shuffle<WAVE>(from, i), slot_to = rfk_shuffle<WAVE>(to, i);
-            begun = true;
-            if (slot_from)
-                rfk_delta_state<true, WAVE, DIM>(a, x, a.state + (slot_from - 1) * width + at, first, inside);
+            if (!rfk_shuffle<WAVE>(own, i)) continue;
+            const uint32_t slot_to = rfk_shuffle<WAVE>(to, i);
             const float y = rfk_delta_token(s, x, i, a.n_decays > 1);
             if (inside && first == 0) a.out[(size_t)(t0 + i) * a.out_stride + (size_t)h * a.head_dim_v + col] = y;
             if (slot_to)
@@ -3063,7 +3083,7 @@ struct rfk_delta_chunk {
     /* Of row i: by what d of row j counts in its output, and in its own d; since: the decay since the chunk began. */
     float read[RFK_CHUNK][RFK_CHUNK], seen[RFK_CHUNK][RFK_CHUNK];
     float beta[RFK_CHUNK], decay[RFK_CHUNK], since[RFK_CHUNK];
-    uint32_t own[RFK_CHUNK], from[RFK_CHUNK], to[RFK_CHUNK];
+    uint32_t own[RFK_CHUNK], to[RFK_CHUNK];
 };
 /* A lane's rows of its four columns: 4 of every 64. */
 struct rfk_delta_tile {
@@ -3142,14 +3162,16 @@ RFK_DEVICE void rfk_chunk_relate(rfk_delta_chunk &chunk, const float (&k)[RFK_CH
     chunk.read[i][j] = j > i ? 0.0f : product * rfk_decay_between(decay, j, i);
     if (j > i) chunk.seen[j][i] = beta * product * rfk_decay_between(decay, i, j);
 }
-/* A wave prepares rows t0 to t0 + 3. */
-template <int WAVE> RFK_DEVICE void rfk_chunk_prepare(rfk_delta_chunk &chunk, const rfk_delta_args &a, uint32_t t0) {
+/* A wave prepares rows t0 to t0 + 3, those before `end`. */
+template <int WAVE>
+RFK_DEVICE void rfk_chunk_prepare(rfk_delta_chunk &chunk, const rfk_delta_args &a, int32_t seq, uint32_t t0,
+                                  uint32_t end) {
     const uint32_t lane = threadIdx.x % WAVE, h = blockIdx.y, n_keys = a.n_k_heads * a.head_dim,
                    t = t0 + lane % RFK_CHUNK;
     rf_step_row row;
-    row.seq = -1, row.from = row.to = 0;
-    if (t < a.n_rows) row = a.rows[t];
-    const bool mine = row.seq == (int32_t)blockIdx.z;
+    row.seq = -1, row.to = 0;
+    if (t < end) row = a.rows[t];
+    const bool mine = row.seq == seq;
     float k[RFK_CHUNK][RFK_CHUNK_DIM / WAVE], q[RFK_CHUNK][RFK_CHUNK_DIM / WAVE];
     RFK_UNROLL(4)
     for (uint32_t i = 0; i < RFK_CHUNK; i++) {
@@ -3180,7 +3202,7 @@ template <int WAVE> RFK_DEVICE void rfk_chunk_prepare(rfk_delta_chunk &chunk, co
             reinterpret_cast<float *>(chunk.q[i])[j * WAVE + lane] = q[i][j];
         }
     }
-    if (lane < RFK_CHUNK) chunk.own[lane] = mine, chunk.from[lane] = row.from, chunk.to[lane] = row.to;
+    if (lane < RFK_CHUNK) chunk.own[lane] = mine, chunk.to[lane] = row.to;
     rfk_chunk_relate<WAVE>(chunk, k, q, decay, beta);
 }
 /* Load a tile of a state, or store it: of rows from 4 * `lane` on and four columns from col on. */
@@ -3290,25 +3312,26 @@ template <int WAVE> static __global__ void RFK_THREADS(2 * RFK_CHUNK_THREADS) rf
     rfk_wait_previous();
     typedef rfk_delta_chunk chunks[2][RFK_CHUNKS];
     RFK_SHARED(chunks, s);
+    const rfk_row_range rows = rfk_rows_of(a.ranges, blockIdx.z);
+    const int32_t seq = a.rows[rows.first].seq;
     const uint32_t window = RFK_CHUNK * RFK_CHUNKS, lane = threadIdx.x % RFK_CHUNK_LANES,
-                   col = blockIdx.x * RFK_CHUNK_COLS + 4 * (threadIdx.x / RFK_CHUNK_LANES);
+                   col = blockIdx.x * RFK_CHUNK_COLS + 4 * (threadIdx.x / RFK_CHUNK_LANES),
+                   begin = rows.first / RFK_CHUNK * RFK_CHUNK, slot_from = a.rows[rows.first].from;
     const bool works = threadIdx.x < RFK_CHUNK_THREADS;
     rfk_delta_tile tile;
     RFK_UNROLL(8)
     for (uint32_t m = 0; m < RFK_CHUNK_ROWS; m++) tile.x[m][0] = tile.x[m][1] = tile.x[m][2] = tile.x[m][3] = 0;
-    bool begun = false;
-    for (uint32_t n = 0; n <= (a.n_rows + window - 1) / window; n++) {
+    if (works && slot_from) rfk_chunk_state<true>(a, tile, slot_from, lane, col);
+    for (uint32_t n = 0; n <= (rows.end - begin + window - 1) / window; n++) {
         for (uint32_t i = 0; n > 0 && works && i < RFK_CHUNKS; i++) {
             const rfk_delta_chunk &chunk = s[(n - 1) % 2][i];
             if (!(chunk.own[0] | chunk.own[1] | chunk.own[2] | chunk.own[3])) continue;
-            const uint32_t first = chunk.own[0] ? 0 : chunk.own[1] ? 1 : chunk.own[2] ? 2 : 3;
-            if (!begun && chunk.from[first]) rfk_chunk_state<true>(a, tile, chunk.from[first], lane, col);
-            begun = true;
-            rfk_chunk_take<WAVE>(chunk, tile, a, (n - 1) * window + i * RFK_CHUNK);
+            rfk_chunk_take<WAVE>(chunk, tile, a, begin + (n - 1) * window + i * RFK_CHUNK);
         }
         const uint32_t waves = RFK_CHUNK_THREADS / WAVE;
-        for (uint32_t i = threadIdx.x / WAVE - waves; !works && i < RFK_CHUNKS && n * window < a.n_rows; i += waves)
-            rfk_chunk_prepare<WAVE>(s[n % 2][i], a, n * window + i * RFK_CHUNK);
+        for (uint32_t i = threadIdx.x / WAVE - waves; !works && i < RFK_CHUNKS && begin + n * window < rows.end;
+             i += waves)
+            rfk_chunk_prepare<WAVE>(s[n % 2][i], a, seq, begin + n * window + i * RFK_CHUNK, rows.end);
         __syncthreads();
     }
 }
@@ -3322,11 +3345,16 @@ struct rfk_scan_args {
     const float *decays;
     float *out, *state;          /* [slots][n_heads][n_state][head_dim]       */
     const rf_step_row *rows;
-    uint32_t a_type, b_type, skip_type, in_stride, dt_stride, out_stride, n_rows, n_heads, n_groups, head_dim, n_state,
+    const rfk_row_range *ranges;
+    uint32_t a_type, b_type, skip_type, in_stride, dt_stride, out_stride, n_heads, n_groups, head_dim, n_state,
         n_decays;
 };
 template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_scan(rfk_scan_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
+    const rfk_row_range rows = rfk_rows_of(a.ranges, blockIdx.y);
+    const int32_t seq = a.rows[rows.first].seq;
+    const uint32_t slot_from = a.rows[rows.first].from;
+    if (rows.first == rows.end) return;
     const uint32_t cols = RFK_DELTA_COLS(WAVE, DIM), lanes = WAVE / cols, n_x = a.n_heads * a.head_dim,
                    first = threadIdx.x % WAVE / cols,
                    col = (blockIdx.x * 4 + threadIdx.x / WAVE) * cols + threadIdx.x % cols;
@@ -3339,22 +3367,15 @@ template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_sc
                  at = ((size_t)h * a.n_state + first) * a.head_dim + (inside ? col % a.head_dim : 0),
                  step = (size_t)lanes * a.head_dim;
     float s[DIM * RFK_DELTA_COLS(WAVE, DIM) / WAVE], decay_by[DIM * RFK_DELTA_COLS(WAVE, DIM) / WAVE];
-    bool begun = false;
     RFK_UNROLL(64)
     for (uint32_t m = 0; m < DIM / lanes; m++) {
         const uint32_t i = m * lanes + first;
-        s[m] = 0;
+        s[m] = slot_from && inside && i < a.n_state ? a.state[(slot_from - 1) * width + at + m * step] : 0.0f;
         decay_by[m] = a.n_decays > 1 && i < a.n_state ? rfk_load_any(a.a, a.a_type, (size_t)h * a.n_decays + i) : decay;
     }
-    for (uint32_t t = 0; t < a.n_rows; t++) {
+    for (uint32_t t = rows.first; t < rows.end; t++) {
         rf_step_row row = a.rows[t];
-        if (row.seq != (int32_t)blockIdx.y) continue;
-        if (!begun && row.from && inside) {
-            RFK_UNROLL(64)
-            for (uint32_t m = 0; m < DIM / lanes; m++)
-                if (m * lanes + first < a.n_state) s[m] = a.state[(row.from - 1) * width + at + m * step];
-        }
-        begun = true;
+        if (row.seq != seq) continue;
         const float *in = a.in + (size_t)t * a.in_stride, *b = in + n_x + (size_t)group * a.n_state + first,
                     *c = b + (size_t)a.n_groups * a.n_state;
         const float x = inside ? in[col] : 0.0f, raw = a.dt ? a.dt[(size_t)t * a.dt_stride + h] + bias : 0.0f,
@@ -3382,7 +3403,8 @@ struct rfk_compress_args {
     const uint8_t *w; /* [unit][(1 + overlap) n] */
     float *out, *state;
     const rf_step_row *rows;
-    uint32_t w_type, in_stride, scores_stride, out_stride, n_rows, n, unit, overlap;
+    const rfk_row_range *ranges;
+    uint32_t w_type, in_stride, scores_stride, out_stride, n, unit, overlap;
 };
 struct rfk_running_softmax {
     float top, sum, y; /* sum 0: nothing is in it */
@@ -3410,13 +3432,14 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_compress(rfk_compress_args a) 
     const uint32_t c = blockIdx.x * RFK_BLOCK + threadIdx.x, second = a.overlap ? a.n : 0;
     const rfk_running_softmax none = {0, 0, 0};
     rfk_running_softmax s[3] = {none, none, none}; /* of the block, of first halves, of those before the block */
-    bool begun = false;
-    if (c >= a.n) return;
-    for (uint32_t t = 0; t < a.n_rows; t++) {
+    const rfk_row_range rows = rfk_rows_of(a.ranges, blockIdx.y);
+    const int32_t seq = a.rows[rows.first].seq;
+    const uint32_t slot_from = a.rows[rows.first].from;
+    if (c >= a.n || rows.first == rows.end) return;
+    if (slot_from) rfk_compress_state(a, slot_from, c, true, s);
+    for (uint32_t t = rows.first; t < rows.end; t++) {
         const rf_step_row row = a.rows[t];
-        if (row.seq != (int32_t)blockIdx.y) continue;
-        if (!begun && row.from) rfk_compress_state(a, row.from, c, true, s);
-        begun = true;
+        if (row.seq != seq) continue;
         const uint32_t place = (uint32_t)row.pos % a.unit;
         const float *in = a.in + (size_t)t * a.in_stride + c, *scores = a.scores + (size_t)t * a.scores_stride + c;
         const size_t w = (size_t)place * (second + a.n) + c;
@@ -13437,6 +13460,7 @@ struct rf_prepared {
     uint32_t n_segments;
     void *memory;       /* device memory; the pointers below are its parts */
     rf_step_row *rows;
+    rfk_row_range *ranges;
     uint32_t *logit_rows;
     float *tables;
     rfk_int8_rows x8;
@@ -13447,7 +13471,7 @@ struct rf_prepared {
     float *tile_part;     /* partial results of split-K */
     uint32_t *index_scores; /* [RFK_INDEX_ROWS][n_lists][n_ctx] */
     uint32_t tile_blocks; /* blocks of such a launch at most */
-    /* the step in rows and logit_rows, written through `written_by`; copies on the host */
+    /* the step in rows, ranges and logit_rows, written through `written_by`; copies on the host */
     rf_queue *written_by;
     uint32_t n_rows, n_row_logits, turn, epoch;
     rf_step_row *host_rows;
@@ -13488,6 +13512,9 @@ struct rf_prepared {
     int is_direct; /* rfk_few_direct has the types of all products */
     rfk_few_graph few_graph[2][RFK_FEW_STEP + 1]; /* [are_apart] of steps of so many rows */
     /* of the step: */
+    rfk_row_range *host_ranges; /* [n_ranges] of its sequences */
+    uint32_t *range_of;         /* [n_seq] that of a sequence, if it is in the step */
+    uint32_t n_ranges;
     uint32_t n_decode;             /* rows, from the first on, that take the attention of a decode step */
     uint32_t positions, are_apart; /* these rows, or all: of a row, at most; whether each is another sequence's */
     uint32_t first_row;            /* of the launches that follow; 0 but for attention of the rows behind n_decode */
@@ -13854,6 +13881,7 @@ static uint64_t rfk_divide_memory(rf_prepared *p, void *memory) {
                    tile_bytes = rows > RFK_MATVEC_COLS ? tile_floats * sizeof(float) : 0;
     uintptr_t at = (uintptr_t)memory;
     rfk_take_bytes(&at, &p->rows, p->n_batch * sizeof *p->rows);
+    rfk_take_bytes(&at, &p->ranges, p->n_batch * sizeof *p->ranges);
     rfk_take_bytes(&at, &p->logit_rows, p->n_logits * sizeof *p->logit_rows);
     rfk_take_bytes(&at, &p->tables, plan->n_tables * sizeof *p->tables);
     rfk_take_bytes(&at, &p->x8.q, p->dev->wgmma ? (rows * bf16 + RFK_WGMMA_COLS * RFK_WGMMA_DEPTH) * sizeof(uint16_t)
@@ -14600,6 +14628,8 @@ static void rfk_plan_release(rf_prepared *p) {
     rfk_free(&d->allocator, p->ops);
     rfk_free(&d->allocator, p->segments);
     rfk_free(&d->allocator, p->host_rows);
+    rfk_free(&d->allocator, p->host_ranges);
+    rfk_free(&d->allocator, p->range_of);
     rfk_free(&d->allocator, p->host_logit_rows);
     rfk_free(&d->allocator, p);
 }
@@ -14609,8 +14639,7 @@ static rf_result rfk_plan_create(rf_dev *d, const rf_plan_bind *bind, rf_prepare
     const rf_plan *plan = bind->plan;
     rf_result r = RF_OK;
     *out = NULL;
-    if (bind->n_ctx == 0 || bind->n_seq == 0 || (bind->n_slots && bind->n_seq > 65535) || bind->n_batch == 0 ||
-        bind->n_batch > 65535 || bind->n_logits > 65535)
+    if (bind->n_ctx == 0 || bind->n_seq == 0 || bind->n_batch == 0 || bind->n_batch > 65535 || bind->n_logits > 65535)
         return rfk_fail(
             err, RF_ERR_ARGUMENT, 0, 0,
             "hip: %u sequences of %u cells, %u rows, %u logits: at most 65535 rows of a step, at least 1 of each",
@@ -14637,12 +14666,16 @@ static rf_result rfk_plan_create(rf_dev *d, const rf_plan_bind *bind, rf_prepare
     p->segments =
         (uint32_t *)rfk_alloc(&d->allocator, (uint64_t)plan->n_ops + 1, sizeof *p->segments, "segments", err);
     p->host_rows = (rf_step_row *)rfk_alloc(&d->allocator, p->n_batch, sizeof *p->host_rows, "a step's rows", err);
+    p->host_ranges =
+        (rfk_row_range *)rfk_alloc(&d->allocator, p->n_batch, sizeof *p->host_ranges, "a step's sequences", err);
+    p->range_of = (uint32_t *)rfk_alloc(&d->allocator, p->n_seq, sizeof *p->range_of, "a step's sequences", err);
     p->host_logit_rows =
         (uint32_t *)rfk_alloc(&d->allocator, p->n_logits, sizeof *p->host_logit_rows, "a step's logits", err);
     p->fused = (rfk_fused *)rfk_alloc(&d->allocator, plan->n_ops, sizeof *p->fused, "decode launches", err);
     p->fused_of =
         (uint32_t *)rfk_alloc(&d->allocator, (uint64_t)plan->n_ops + 1, sizeof *p->fused_of, "decode launches", err);
-    if (!p->ops || !p->segments || !p->host_rows || !p->host_logit_rows || !p->fused || !p->fused_of) {
+    if (!p->ops || !p->segments || !p->host_rows || !p->host_ranges || !p->range_of || !p->host_logit_rows ||
+        !p->fused || !p->fused_of) {
         rfk_plan_release(p);
         return RF_ERR_MEMORY;
     }
@@ -15799,6 +15832,15 @@ static rf_result rfk_run_mix(const rfk_launching *l) {
     return rfk_enqueue(l, rfk_mix, dim3(rfk_ceil_div(a.n, RFK_BLOCK), l->n_rows, n_sums), RFK_BLOCK, a);
 }
 
+/* How many sequences a launch of a recurrent op takes: those of the step, or of a graph for several rows, which is for
+ * all steps of so many rows, as many as there can be. *ranges: for rfk_rows_of. */
+static uint32_t rfk_n_sequences(const rfk_launching *l, const rfk_row_range **ranges) {
+    const rf_prepared *p = l->p;
+    const bool apart = p->n_ranges == l->n_rows; /* so are all steps of a graph, or none */
+    *ranges = apart ? NULL : p->ranges;
+    return apart || !p->capturing ? p->n_ranges : l->n_rows < p->n_seq ? l->n_rows : p->n_seq;
+}
+
 static rf_result rfk_run_conv(const rfk_launching *l) {
     const rf_op *op = l->op;
     rfk_conv_args a;
@@ -15808,17 +15850,17 @@ static rf_result rfk_run_conv(const rfk_launching *l) {
     a.out = l->b.out;
     a.state = (float *)(void *)l->b.k;
     a.rows = l->p->rows;
+    const uint32_t n_sequences = rfk_n_sequences(l, &a.ranges);
     a.in_stride = l->b.in_stride;
     a.out_stride = l->b.out_stride;
-    a.n_rows = l->n_rows;
     a.n = op->conv.n;
     a.n_taps = (uint32_t)rf_conv_reach(&op->conv) + 1;
     a.dilation = op->conv.dilation ? op->conv.dilation : 1;
     a.activation = op->conv.activation;
-    const uint32_t groups = rfk_ceil_div(a.n_rows, RFK_CONV_ROWS),
+    const uint32_t groups = rfk_ceil_div(l->n_rows, RFK_CONV_ROWS),
                    block = RFK_CONV_CHANNELS * (groups < RFK_CONV_GROUPS ? groups : RFK_CONV_GROUPS);
     return rfk_enqueue_early(l, a.n_taps <= RF_MAX_TAPS ? rfk_conv<RF_MAX_TAPS> : rfk_conv<RF_MAX_REACH + 1>,
-                             dim3(rfk_ceil_div(a.n, RFK_CONV_CHANNELS), l->p->n_seq), block, a);
+                             dim3(rfk_ceil_div(a.n, RFK_CONV_CHANNELS), n_sequences), block, a);
 }
 
 typedef void (*rfk_delta_kernel)(rfk_delta_args);
@@ -15838,11 +15880,11 @@ static rf_result rfk_run_delta(const rfk_launching *l) {
     a.out = l->b.out;
     a.state = (float *)(void *)l->b.k;
     a.rows = l->p->rows;
+    const uint32_t n_sequences = rfk_n_sequences(l, &a.ranges);
     a.in_stride = l->b.in_stride;
     a.beta_stride = l->b.in2_stride;
     a.alpha_stride = l->b.in3_stride;
     a.out_stride = l->b.out_stride;
-    a.n_rows = l->n_rows;
     a.n_heads = op->delta.n_heads;
     a.n_k_heads = op->delta.n_k_heads;
     a.head_dim = op->delta.head_dim;
@@ -15854,11 +15896,11 @@ static rf_result rfk_run_delta(const rfk_launching *l) {
     a.eps = op->delta.eps;
     if (rfk_has_runs(l->step->rows, l->step->n_rows) && a.head_dim <= RFK_CHUNK_DIM && a.n_decays == 1)
         return rfk_enqueue_early(l, RFK_BY_WAVE(l, rfk_delta_prompt<32>, rfk_delta_prompt<64>),
-                                 dim3(rfk_ceil_div(a.head_dim_v, RFK_CHUNK_COLS), a.n_heads, l->p->n_seq),
+                                 dim3(rfk_ceil_div(a.head_dim_v, RFK_CHUNK_COLS), a.n_heads, n_sequences),
                                  2 * RFK_CHUNK_THREADS, a);
     rfk_delta_kernel kernel = RFK_BY_WAVE(l, (rfk_find_delta<32>(a.head_dim)), (rfk_find_delta<64>(a.head_dim)));
     const uint32_t wave = l->p->dev->wave, cols = RFK_DELTA_COLS(wave, a.head_dim);
-    return rfk_enqueue_early(l, kernel, dim3(rfk_ceil_div(a.head_dim_v, 4 * cols), a.n_heads, l->p->n_seq), 4 * wave,
+    return rfk_enqueue_early(l, kernel, dim3(rfk_ceil_div(a.head_dim_v, 4 * cols), a.n_heads, n_sequences), 4 * wave,
                              a);
 }
 
@@ -15880,10 +15922,10 @@ static rf_result rfk_run_scan(const rfk_launching *l) {
     a.out = l->b.out;
     a.state = (float *)(void *)l->b.k;
     a.rows = l->p->rows;
+    const uint32_t n_sequences = rfk_n_sequences(l, &a.ranges);
     a.in_stride = l->b.in_stride;
     a.dt_stride = l->b.in2_stride;
     a.out_stride = l->b.out_stride;
-    a.n_rows = l->n_rows;
     a.n_heads = op->scan.n_heads;
     a.n_groups = op->scan.n_groups;
     a.head_dim = op->scan.head_dim;
@@ -15891,7 +15933,7 @@ static rf_result rfk_run_scan(const rfk_launching *l) {
     a.n_decays = op->scan.n_decays;
     rfk_scan_kernel kernel = RFK_BY_WAVE(l, (rfk_find_scan<32>(a.n_state)), (rfk_find_scan<64>(a.n_state)));
     const uint32_t wave = l->p->dev->wave, cols = RFK_DELTA_COLS(wave, a.n_state);
-    return rfk_enqueue(l, kernel, dim3(rfk_ceil_div((uint64_t)a.n_heads * a.head_dim, 4 * cols), l->p->n_seq), 4 * wave,
+    return rfk_enqueue(l, kernel, dim3(rfk_ceil_div((uint64_t)a.n_heads * a.head_dim, 4 * cols), n_sequences), 4 * wave,
                        a);
 }
 
@@ -15904,14 +15946,14 @@ static rf_result rfk_run_compress(const rfk_launching *l) {
     a.out = l->b.out;
     a.state = (float *)(void *)l->b.k;
     a.rows = l->p->rows;
+    const uint32_t n_sequences = rfk_n_sequences(l, &a.ranges);
     a.in_stride = l->b.in_stride;
     a.scores_stride = l->b.in2_stride;
     a.out_stride = l->b.out_stride;
-    a.n_rows = l->n_rows;
     a.n = op->compress.n;
     a.unit = op->compress.unit;
     a.overlap = op->compress.overlap;
-    return rfk_enqueue(l, rfk_compress, dim3(rfk_ceil_div(a.n, RFK_BLOCK), l->p->n_seq), RFK_BLOCK, a);
+    return rfk_enqueue(l, rfk_compress, dim3(rfk_ceil_div(a.n, RFK_BLOCK), n_sequences), RFK_BLOCK, a);
 }
 
 static rf_result rfk_run_slice(const rfk_launching *l) {
@@ -16475,13 +16517,16 @@ static rf_result rfk_write_step_values(rf_prepared *p, rf_queue *q, const rf_ste
         rfk_step_args a;
         memset(&a, 0, sizeof a);
         a.rows = p->rows;
+        a.ranges = p->ranges;
         a.logit_rows = p->logit_rows;
         a.now = p->now;
         a.turn = turn;
         a.epoch = epoch;
         a.first = first;
-        for (; a.n_rows < RFK_STEP_ROWS && first + a.n_rows < step->n_rows; a.n_rows++)
+        for (; a.n_rows < RFK_STEP_ROWS && first + a.n_rows < step->n_rows; a.n_rows++) {
             a.row[a.n_rows] = step->rows[first + a.n_rows];
+            if (first + a.n_rows < p->n_ranges) a.range[a.n_rows] = p->host_ranges[first + a.n_rows];
+        }
         for (; a.n_logits < RFK_STEP_ROWS && first + a.n_logits < step->n_logits; a.n_logits++)
             a.logit_row[a.n_logits] = step->logit_rows[first + a.n_logits];
         rf_result r = rfk_check(p->dev, err, rfk_launch(rfk_write_step, dim3(1), dim3(RFK_STEP_ROWS), q->stream, a),
@@ -16830,10 +16875,25 @@ static void rfk_capture_few(rf_prepared *p, rf_queue *q, const rf_step *step, rf
     p->no_graphs = 1;
 }
 
+/* List the sequences of a step. */
+static void rfk_list_ranges(rf_prepared *p, const rf_step *step) {
+    p->n_ranges = 0;
+    for (uint32_t t = 0; t < step->n_rows; t++) {
+        const int32_t seq = step->rows[t].seq;
+        uint32_t i = p->range_of[seq]; /* perhaps of an earlier step */
+        if (i >= p->n_ranges || step->rows[p->host_ranges[i].first].seq != seq) {
+            i = p->range_of[seq] = p->n_ranges++;
+            p->host_ranges[i].first = t;
+        }
+        p->host_ranges[i].end = t + 1;
+    }
+}
+
 /* What the launches of a step's attention depend on. Positions are rounded up to a power of two: a graph of several
  * rows is captured again when a sequence outgrows it, a graph of one row is for all positions or for a cluster's. */
 static void rfk_begin_rows(rf_prepared *p, const rf_step *step) {
     uint32_t last = 0;
+    rfk_list_ranges(p, step);
     p->n_decode = rfk_count_decode_rows(p, step);
     const uint32_t n = p->n_decode ? p->n_decode : step->n_rows;
     p->are_apart = n <= RFK_DECODE_ROWS;
@@ -16899,8 +16959,8 @@ static rf_result rfk_plan_run(rf_prepared *p, rf_queue *q, uint32_t first, uint3
         if (r == RF_OK) r = rfk_check_tokens(p, step, &p->plan->ops[i], err);
     }
     if (r == RF_OK && first == 0 && last == p->n_segments) p->checked_generation = generation;
-    if (r == RF_OK) r = rfk_write_step_values(p, q, step, err);
     if (r == RF_OK) rfk_begin_rows(p, step);
+    if (r == RF_OK) r = rfk_write_step_values(p, q, step, err);
     const int decode = r == RF_OK && first == 0 && last == p->n_segments && rfk_is_decode(p, step);
     int replayed = decode && rfk_can_replay(p, step);
     if (decode && !p->members) rfk_tune(p);

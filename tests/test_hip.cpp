@@ -1853,18 +1853,27 @@ static void test_heads_across() {
 
 /* ---- recurrent layers, and parts of heads ---- */
 
-enum { N_SLOTS = 4 };
+enum { N_SLOTS = 4, N_RECURRENT_ROWS = 6, N_RECURRENT_SEQS = 40 };
 
-/* Steps of two sequences that go on from a slot or begin, leave states in the middle and at their end, in another slot or in
- * the same one; of one row, as in decoding; and of many. */
+/* Steps of sequences that go on from a slot or begin, leave states in the middle and at their end, in another slot or in the
+ * same one; of one row, as in decoding, or one each; and of many, also between rows of others. */
 static std::vector<rf_step_row> recurrent_rows(int which) {
     static const rf_step_row mixed[] = {{0, 1, 3, -1, 1, 0}, {0, 0, 0, -1, 0, 0}, {0, 0, 1, -1, 0, 2}, {0, 1, 4, -1, 0, 0},
                                         {0, 0, 2, -1, 0, 0}, {0, 1, 5, -1, 0, 3}, {0, 0, 3, -1, 0, 4}},
-                             next[] = {{0, 0, 7, -1, 2, 2}}, first[] = {{0, 1, 0, -1, 0, 1}};
+                             next[] = {{0, 0, 7, -1, 2, 2}}, first[] = {{0, 1, 0, -1, 0, 1}},
+                             each[] = {{0, 39, 5, -1, 1, 1}, {0, 0, 0, -1, 0, 2}, {0, 12, 9, -1, 3, 4}};
     if (which == 0) return std::vector<rf_step_row>(mixed, mixed + sizeof mixed / sizeof *mixed);
-    if (which < 3) return std::vector<rf_step_row>(1, which == 1 ? next[0] : first[0]);
+    if (which == 1 || which == 2) return std::vector<rf_step_row>(1, which == 1 ? next[0] : first[0]);
+    if (which == 3) return std::vector<rf_step_row>(each, each + sizeof each / sizeof *each);
     std::vector<rf_step_row> many;
     int32_t pos[2] = {0, 9};
+    for (uint32_t t = 0; which == 4 && t < 50; t++) { /* a prompt that begins at row 1, and a row each of two others */
+        const uint32_t seq = t == 0 ? 31 : t == 33 ? 39 : 7;
+        const rf_step_row row = {0, (int32_t)seq, seq == 7 ? pos[0]++ : 20, -1, seq == 31 ? 1u : seq == 39 ? 3u : 0u,
+                                 seq == 31 ? 1u : seq == 39 ? 3u : t == 40 ? 2u : t == 49 ? 4u : 0u};
+        many.push_back(row);
+    }
+    if (which == 4) return many;
     for (uint32_t t = 0; t < 75; t++) { /* the last row of sequence 0 is row 74, of sequence 1 row 61 */
         const int32_t seq = t / 3 % 4 == 0 && t > 40;
         rf_step_row row = {0, seq, pos[seq], -1, seq && pos[seq] == 9 ? 1u : 0u, t == 38 ? 2u : t == 61 ? 3u : t == 74 ? 4u : 0u};
@@ -1921,7 +1930,7 @@ static const uint32_t vector_types[] = {RF_TYPE_F32, RF_TYPE_F16, RF_TYPE_BF16};
 
 static void test_conv() {
     static const uint32_t widths[] = {1, 61, 256, 321}, all_taps[] = {2, 3, 4, 8};
-    std::vector<Row> list = combinations(std::vector<int>{4, 4, 2, 2, 3, 4, n_devices});
+    std::vector<Row> list = combinations(std::vector<int>{4, 4, 2, 2, 3, N_RECURRENT_ROWS, n_devices});
     for (size_t i = 0; i < list.size(); i++) {
         const Row &r = list[i];
         const uint32_t n = widths[r[0]], taps = all_taps[r[1]], type = vector_types[r[4]];
@@ -1940,7 +1949,7 @@ static void test_conv() {
         o->conv.n = n, o->conv.n_taps = taps, o->conv.activation = silu ? RF_ACT_SILU : RF_ACT_NONE;
         o->conv.dilation = apart > 1 ? apart : 0;
         if (mean) o->weight = RF_NONE;
-        REQUIRE(g.open(75, 1, 128, 2) == RF_OK, "%s: %s", what, g.err.text);
+        REQUIRE(g.open(75, 1, 128, N_RECURRENT_SEQS) == RF_OK, "%s: %s", what, g.err.text);
         recurrent_case(g, in, out, x, r[5], what, [&](size_t t, std::vector<double> &past, double *y) {
             past.insert(past.end(), x.begin() + t * n, x.begin() + (t + 1) * n);
             for (uint32_t c = 0; c < n; c++) {
@@ -1978,7 +1987,7 @@ static void delta_row(const rf_delta_params &p, const float *q, const float *k, 
 static void test_delta() {
     /* the sizes of models, the largest, and odd ones */
     static const uint32_t dims[][2] = {{40, 24}, {128, 128}, {64, 64}, {256, 256}, {200, 72}, {1, 3}}, heads[][2] = {{6, 3}, {2, 1}, {3, 3}};
-    std::vector<Row> list = combinations(std::vector<int>{6, 3, 2, 3, 4, n_devices, 4});
+    std::vector<Row> list = combinations(std::vector<int>{6, 3, 2, 3, N_RECURRENT_ROWS, n_devices, 4});
     for (size_t i = 0; i < list.size(); i++) {
         const Row &r = list[i];
         const rf_delta_params p = {heads[r[1]][0], heads[r[1]][1], dims[r[0]][0], dims[r[0]][1], 0.4f, 0.03f,
@@ -2005,7 +2014,7 @@ static void test_delta() {
         o->flags = cyclic ? RF_OP_CYCLIC : 0;
         o->in = in, o->in2 = beta, o->in3 = alpha, o->out = out, o->state = state;
         o->weight = g.vector(a, type), o->bias = g.vector(b, type), o->delta = p;
-        REQUIRE(g.open(75, 1, 128, 2) == RF_OK, "%s: %s", what, g.err.text);
+        REQUIRE(g.open(75, 1, 128, N_RECURRENT_SEQS) == RF_OK, "%s: %s", what, g.err.text);
         g.set(beta, xb), g.set(alpha, xa);
         recurrent_case(g, in, out, x, r[4], what, [&](size_t t, std::vector<double> &S, double *y) {
             for (uint32_t h = 0; h < n; h++) {
@@ -2036,7 +2045,7 @@ static void test_delta() {
 static void test_scan() {
     /* heads, groups, values of a head, states: Mamba-2's sizes, Mamba's, the largest, and odd ones */
     static const uint32_t sizes[][4] = {{6, 3, 24, 40}, {2, 1, 64, 128}, {70, 1, 1, 16}, {3, 1, 8, 256}, {5, 5, 7, 3}};
-    std::vector<Row> list = combinations(std::vector<int>{5, 2, 3, 4, n_devices});
+    std::vector<Row> list = combinations(std::vector<int>{5, 2, 3, N_RECURRENT_ROWS, n_devices});
     for (size_t i = 0; i < list.size(); i++) {
         const Row &r = list[i];
         const uint32_t *z = sizes[r[0]], type = vector_types[r[2]];
@@ -2056,7 +2065,7 @@ static void test_scan() {
         rf_op *o = g.op(RF_OP_SCAN);
         o->in = in, o->in2 = step, o->out = out, o->state = state, o->weight = g.vector(a, type), o->bias = g.vector(b, type),
         o->factor = g.vector(d, type), o->scan = p;
-        REQUIRE(g.open(75, 1, 128, 2) == RF_OK, "%s: %s", what, g.err.text);
+        REQUIRE(g.open(75, 1, 128, N_RECURRENT_SEQS) == RF_OK, "%s: %s", what, g.err.text);
         g.set(step, steps);
         recurrent_case(g, in, out, x, r[3], what, [&](size_t t, std::vector<double> &S, double *y) {
             for (uint32_t h = 0; h < n; h++) {
@@ -2077,7 +2086,7 @@ static void test_scan() {
 
 static void test_compress() {
     static const uint32_t ns[] = {1, 24, 300}, units[] = {2, 4, 128};
-    std::vector<Row> list = combinations(std::vector<int>{3, 3, 2, 3, 4, n_devices});
+    std::vector<Row> list = combinations(std::vector<int>{3, 3, 2, 3, N_RECURRENT_ROWS, n_devices});
     for (size_t i = 0; i < list.size(); i++) {
         const Row &r = list[i];
         const uint32_t n = ns[r[0]], unit = units[r[1]], overlap = (uint32_t)r[2], type = vector_types[r[3]], n_in = n << overlap;
@@ -2095,7 +2104,7 @@ static void test_compress() {
         rf_op *o = g.op(RF_OP_COMPRESS);
         o->in = in, o->in2 = scores, o->out = out, o->state = state, o->weight = g.vector(w, type);
         o->compress.n = n, o->compress.unit = unit, o->compress.overlap = overlap;
-        REQUIRE(g.open(75, 1, 128, 2) == RF_OK, "%s: %s", what, g.err.text);
+        REQUIRE(g.open(75, 1, 128, N_RECURRENT_SEQS) == RF_OK, "%s: %s", what, g.err.text);
         g.set(scores, s);
         recurrent_case(g, in, out, x, r[4], what, [&](size_t t, std::vector<double> &S, double *y) {
             ref_compress_row(S.data(), n, unit, (int)overlap, (uint32_t)rows[t].pos, &x[t * n_in], &s[t * n_in], wd.data(), y);
