@@ -707,8 +707,9 @@ typedef enum rf_cache_type { RF_CACHE_F16 = 0, RF_CACHE_F32 = 1, RF_CACHE_Q8_0 =
 typedef struct rf_session_desc {
     uint32_t n_ctx;        /* tokens that each sequence can hold; 0 = min(n_ctx_train, 4096)                     */
     uint32_t n_seq_max;    /* sequences; 0 = 1                                                                   */
-    uint32_t n_batch;      /* rows of a micro-batch at most, longer calls are cut; 0 = 512 (RF_SPLIT_TENSORS: 512 for
-                              each device of the group), or n_ctx*n_seq_max if less                              */
+    uint32_t n_batch;      /* rows of a micro-batch at most, longer calls are cut; 0 = 512, or n_ctx*n_seq_max if
+                              less; on one GPU with one sequence, which no other waits for, 1024; with
+                              RF_SPLIT_TENSORS 512 for each device of the group                                  */
     uint32_t n_logits_max; /* rows of one rf_session_eval that may ask for logits; 0 = n_seq_max                 */
     uint32_t cache_type;   /* rf_cache_type; 0 = f16. Q8_0 needs head_dim to be a multiple of 32                 */
     uint32_t swa_full;     /* Layers with sliding-window attention (SWA): 0 = keep the positions that the window and
@@ -19806,8 +19807,11 @@ static rf_result rfi_session_resolve(const rf_model *m, const rf_session_desc *d
                         "what this model attends to, which is not supported", out->n_ctx, RFI_LLU(dense));
     if (out->n_seq_max == 0) out->n_seq_max = 1;
     uint64_t cells = (uint64_t)out->n_ctx * out->n_seq_max;
-    /* Split by tensors, n GPUs share the work of each row: to keep them busy takes n times the rows. */
-    const uint64_t rows = 512 * (rfi_device_shards(m->device) ? rfi_group_size(m->device) : 1);
+    /* Split by tensors, n GPUs share the work of each row: to keep them busy takes n times the rows. Split by layers,
+     * they work on a micro-batch each: a prompt should have some. */
+    uint64_t rows = 512;
+    if (rfi_device_shards(m->device)) rows *= rfi_group_size(m->device);
+    else if (m->device->is_gpu && rfi_group_size(m->device) == 1 && out->n_seq_max == 1) rows = 1024;
     if (out->n_batch == 0)
         out->n_batch = (uint32_t)rfi_min_u64(m->config.both_ways ? rfi_max_u64(rows, out->n_ctx) : rows, cells);
     if (out->n_logits_max == 0) out->n_logits_max = m->config.arch->encoder ? out->n_batch : out->n_seq_max;

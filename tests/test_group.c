@@ -152,8 +152,8 @@ static void test_same_bits_of_20_rows(void) {
 
 /* By default a micro-batch has 512 rows, by tensors 512 for each member: a session then needs what it needs with those. */
 static void test_rows_of_a_batch(void) {
-    static const struct { const char *device; int tensors; uint32_t rows; } cases[] = {
-        {"hip:0", 0, 512}, {"hip:0,2", 0, 512}, {"hip:0,2", 1, 1024}, {"hip:0,1,2", 1, 1536}};
+    static const struct { const char *device; int tensors; uint32_t n_seq, rows; } cases[] = {
+        {"cpu", 0, 1, 512}, {"hip:0", 0, 1, 1024}, {"hip:0", 0, 2, 512}, {"hip:0,2", 0, 1, 512}, {"hip:0,2", 1, 1, 1024}, {"hip:0,1,2", 1, 2, 1536}};
     mg_buf file = {0};
     mg_llama(&file, &(mg_options){.type = MG_Q4_0, .n_layers = 4, .n_heads = 8, .n_kv_heads = 4, .seed = 5});
     for (size_t i = 0; i < RFT_COUNT(cases); i++) {
@@ -161,9 +161,9 @@ static void test_rows_of_a_batch(void) {
         rf_forecast by_default = {0}, same = {0}, less = {0};
         rig r;
         rf_result res = rig_try(&r, &(rig_how){.file = &file, .device = cases[i].device, .device_desc = &dd, .session = &session});
-        if (res == RF_OK) res = rf_model_forecast(r.m, &(rf_session_desc){.n_ctx = 2000}, &by_default, &r.err);
-        if (res == RF_OK) res = rf_model_forecast(r.m, &(rf_session_desc){.n_ctx = 2000, .n_batch = cases[i].rows}, &same, &r.err);
-        if (res == RF_OK) res = rf_model_forecast(r.m, &(rf_session_desc){.n_ctx = 2000, .n_batch = cases[i].rows - 1}, &less, &r.err);
+        if (res == RF_OK) res = rf_model_forecast(r.m, &(rf_session_desc){.n_ctx = 2000, .n_seq_max = cases[i].n_seq}, &by_default, &r.err);
+        if (res == RF_OK) res = rf_model_forecast(r.m, &(rf_session_desc){.n_ctx = 2000, .n_seq_max = cases[i].n_seq, .n_batch = cases[i].rows}, &same, &r.err);
+        if (res == RF_OK) res = rf_model_forecast(r.m, &(rf_session_desc){.n_ctx = 2000, .n_seq_max = cases[i].n_seq, .n_batch = cases[i].rows - 1}, &less, &r.err);
         CHECK(res == RF_OK, "%s: %s", cases[i].device, r.err.text);
         CHECK(memcmp(&by_default, &same, sizeof same) == 0, "%s, case %zu: not %u rows", cases[i].device, i, cases[i].rows);
         CHECK(memcmp(&less, &same, sizeof same) != 0, "%s, case %zu: a forecast that rows do not change", cases[i].device, i);
