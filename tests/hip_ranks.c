@@ -379,8 +379,8 @@ int main(int argc, char **argv) {
     RUN(test_layers);
     RUN(test_refused);
     RUN(test_leaving);
-    RUN(test_failing_tensors);
-    RUN(test_failing_layers);
+    RUN_SLOW(test_failing_tensors);
+    RUN_SLOW(test_failing_layers);
     RUN_SLOW(test_failing_tensors_more);
     RUN_SLOW(test_failing_rccl_more);
     RUN_SLOW(test_failing_layers_more);

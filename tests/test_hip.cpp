@@ -4239,7 +4239,7 @@ int main(int argc, char **argv) {
     RUN(test_attention_both_ways_and_lists);
     RUN(test_attention_to_blocks);
     RUN(test_wide_attention);
-    RUN(test_heads);
+    RUN_SLOW(test_heads);
     RUN(test_heads_across);
     RUN(test_conv);
     RUN(test_delta);
@@ -4268,7 +4268,7 @@ int main(int argc, char **argv) {
     RUN(test_many_tickets);
     RUN(test_refusals);
     RUN(test_threads);
-    RUN(test_bfloats);
+    RUN_SLOW(test_bfloats);
 #ifdef RF_TEST_EMU
     RUN(test_blocks_of_512);
     RUN_SLOW(test_matrix_units);
