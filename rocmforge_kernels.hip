@@ -2756,8 +2756,10 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_mix(rfk_mix_args a) {
 
 /* The rows of a step's sequence i. ranges NULL: each row is another sequence's. */
 RFK_DEVICE rfk_row_range rfk_rows_of(const rfk_row_range *ranges, uint32_t i) {
-    const rfk_row_range one = {i, i + 1};
-    return ranges ? ranges[i] : one;
+    rfk_row_range rows;
+    rows.first = ranges ? ranges[i].first : i;
+    rows.end = ranges ? ranges[i].end : i + 1;
+    return rows;
 }
 
 /* Causal 1-D convolution. A block takes 32 channels, 128 bytes of a row, through the rows of a sequence; its groups of
