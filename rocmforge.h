@@ -475,9 +475,9 @@ ROCMFORGE_API rf_result rf_device_list(rf_device_info *out, uint32_t capacity, u
  *              what does not fit on them. A budget is shared likewise, and a GPU streams what exceeds its part.
  *              Activations go from GPU to GPU by peer access if a copy of 64 KiB passes a test within a second, else
  *              through pinned host memory: then rf_device_info.note says why. A call with rows for several
- *              micro-batches keeps all GPUs at work. The bits are those of one device where all are alike. At most
- *              16; the name has at most 63 bytes. With desc.split RF_SPLIT_TENSORS layers themselves are split
- *              (rf_split). A failure names the member
+ *              micro-batches keeps all GPUs at work. The bits are those of one device with the same n_batch where
+ *              all are alike. At most 16; the name has at most 63 bytes. With desc.split RF_SPLIT_TENSORS
+ *              layers themselves are split (rf_split). A failure names the member
  *   desc  in   NULL = defaults;   out  receives the object, NULL on failure
  * Returns RF_OK; RF_ERR_NOT_FOUND (no such device: the text lists what there is); RF_ERR_ARGUMENT (desc.split);
  * RF_ERR_UNSUPPORTED (devices that do not split by tensors); RF_ERR_DEVICE; RF_ERR_MEMORY.
@@ -17423,6 +17423,7 @@ typedef struct rfi_group_plan {
     uint32_t *sums;                     /* [segments[0] + 1] sums before each of the shards' segments */
     uint32_t n_segments;                /* the session's; segments[m] are the shards' */
     uint32_t turn;                      /* of the next sum */
+    uint32_t tile_rows[2];              /* rf_session_stats; 0: members differ */
     int agreed;                         /* ranks: 1: all could prepare it so far; 2: and have each other's blocks */
 } rfi_group_plan;
 
@@ -18986,8 +18987,15 @@ static rf_result rfi_shards_segments(rfi_group_plan *p, const uint32_t *shard_op
 /* What ranks tell each other when they open a session: hashes, and whether they could. */
 typedef struct rfi_rank_session {
     uint64_t model, sizes, failed;
-    rfi_rank_block block; /* by tensors */
+    uint32_t tile_rows[2]; /* rf_session_stats */
+    rfi_rank_block block;  /* by tensors */
 } rfi_rank_session;
+
+/* A call is cut to tiles that are those of all members. */
+static void rfi_group_tiles(rfi_group_plan *p, const uint32_t *tile_rows, int first) {
+    for (uint32_t i = 0; i < 2; i++)
+        if (first || p->tile_rows[i] != tile_rows[i]) p->tile_rows[i] = first ? tile_rows[i] : 0;
+}
 
 static uint64_t rfi_rank_hash_plan(const rf_plan *plan) {
     uint64_t h = rfi_hash(plan->ops, plan->n_ops * sizeof *plan->ops, 0); /* zeros where params end */
@@ -18999,8 +19007,9 @@ static uint64_t rfi_rank_hash_plan(const rf_plan *plan) {
     return rfi_hash(plan->tables, plan->n_tables * sizeof *plan->tables, h);
 }
 
-/* Before this rank's part of a plan is prepared (`first`: then kernels get the others' blocks for sums), and after it.
- * r: whether it could come so far. The cuts are alike where models and sessions are. */
+/* Before this rank's part of a plan is prepared (`first`: then kernels get the others' blocks for sums), and after it:
+ * then they know how a call is cut. r: whether it could come so far. The parts are alike where models and sessions
+ * are. */
 static rf_result rfi_ranks_agree(rfi_group_plan *p, int first, rf_result r, rf_error *err) {
     rfi_group *g = p->g;
     const rf_plan_bind *bind = &p->bind;
@@ -19015,6 +19024,7 @@ static rf_result rfi_ranks_agree(rfi_group_plan *p, int first, rf_result r, rf_e
     mine->block.size_bytes = block->size_bytes;
     if (shares) RFI_MEMBER(r, own, mem_export(own->dev, block, mine->block.handle, &why), err);
     mine->failed = r != RF_OK;
+    memcpy(mine->tile_rows, p->tile_rows, sizeof mine->tile_rows);
     const rf_result gathered = rfi_rank_gather(g, all, sizeof *all, r == RF_OK ? err : NULL);
     if (r == RF_OK) r = gathered;
     for (uint32_t m = 0; r == RF_OK && m < g->n; m++) {
@@ -19024,6 +19034,7 @@ static rf_result rfi_ranks_agree(rfi_group_plan *p, int first, rf_result r, rf_e
         if (what) r = rfi_fail(err, all[m].failed ? RF_ERR_DEVICE : RF_ERR_ARGUMENT, m, "rank %u %s", m, what);
     }
     if (r == RF_OK && first) p->agreed = 1 + shares;
+    for (uint32_t m = 0; r == RF_OK && m < g->n; m++) rfi_group_tiles(p, all[m].tile_rows, m == 0);
     for (uint32_t m = 0; shares && m < g->n; m++)
         if (m != g->host_member) r = r == RF_OK ? rfi_rank_import(g, &all[m].block, &p->blocks[m], err) : r;
     return r;
@@ -19388,6 +19399,8 @@ static rf_result rfi_group_plan_prepare(rf_dev *d, const rf_plan_bind *bind, uin
         for (uint32_t i = 0; r == RF_OK && i < n; i++) segment_ops[*n_segments + i] += p->cuts[m];
         p->segments[m + 1] = *n_segments += n;
     }
+    for (uint32_t m = 0, n_seen = 0; r == RF_OK && m < g->n; m++)
+        if (p->prepared[m]) rfi_group_tiles(p, g->members[m].api->plan_stats(p->prepared[m]).tile_rows, n_seen++ == 0);
     rfi_group_order(g);
     if (p->agreed) r = rfi_ranks_agree(p, 0, r, err);
     rfi_group_order_end(g);
@@ -19560,7 +19573,7 @@ static rf_session_stats rfi_group_plan_stats(const rf_prepared *prepared) {
         one.submissions += all.submissions;
         all = one;
     }
-    if (p->g->ranks) all.tile_rows[0] = all.tile_rows[1] = 0; /* all must cut alike, on other devices, too */
+    memcpy(all.tile_rows, p->tile_rows, sizeof all.tile_rows);
     return all;
 }
 
@@ -20805,15 +20818,19 @@ static void rfi_session_cut(rf_session *s, uint32_t seq, uint32_t n, rf_error *e
 }
 
 /* How many of n rows, the first ones, become a micro-batch of their own: those beyond whole tiles of the device's
- * matrix products, where they are so few that they cost less alone than as a tile. Not where weights would be read
- * again from elsewhere, nor where all rows attend to each other. */
-static uint32_t rfi_eval_rows_apart(const rf_session *s, uint32_t n) {
-    const rfi_store *store = s->m->store;
+ * matrix products, where they are so few that they cost less alone than as a tile. Whatever the budget: bits do not
+ * depend on it. Not where all rows attend to each other, nor between rows of a recurrent sequence to which drafts may
+ * be cut back: their states have slots in one micro-batch only. */
+static uint32_t rfi_eval_rows_apart(const rf_session *s, const rf_token_row *rows, uint32_t n) {
     const rf_session_stats stats = s->m->device->api->plan_stats(s->prepared);
     const uint32_t large = n > stats.tile_rows[1], tile = stats.tile_rows[large];
-    if (tile == 0 || n <= tile || store->cache.n_frames || rfi_store_streams(store) || s->m->config.both_ways) return 0;
+    if (tile == 0 || n <= tile || s->m->config.both_ways) return 0;
     const uint32_t beyond = large ? n % tile : n - tile;
-    return beyond <= tile / 8 ? beyond : 0;
+    if (beyond > tile / 8) return 0;
+    for (uint32_t i = 0; s->n_slots && i < beyond; i++)
+        for (uint32_t k = beyond; rows[i].want_logits && k < n; k++)
+            if (rows[k].seq == rows[i].seq) return 0;
+    return beyond;
 }
 
 static rf_result rfi_eval_run(rf_session *s, const rf_token_row *rows, uint32_t n_rows, uint32_t *n_logits,
@@ -20832,7 +20849,7 @@ static rf_result rfi_eval_run(rf_session *s, const rf_token_row *rows, uint32_t 
     for (uint32_t at = 0, k = 0, n; r == RF_OK && at < n_rows; at += n, k = (k + 1) % n_flight) {
         n = (uint32_t)rfi_min_u64(s->desc.n_batch - n_apart, n_rows - at);
         s->first_hidden = n_apart;
-        n_apart = n_apart ? 0 : rfi_eval_rows_apart(s, n);
+        n_apart = n_apart ? 0 : rfi_eval_rows_apart(s, rows + at, n);
         if (n_apart) n = n_apart;
         r = api->ticket_wait(&flight[k], RFI_WAIT_MS, err);
         flight[k] = (rf_ticket){0};

@@ -555,6 +555,42 @@ static void test_rows_beyond_tiles(void) {
     close_all();
 }
 
+/* Drafts of a recurrent model before a prompt that is longer than a tile: the sequence can be cut back to each of them. Rows of
+ * sequences in decode are a micro-batch of their own. */
+static void test_drafts_before_a_tile(void) {
+    enum { HELD = 20, MOST_ROWS = 18, PROMPT = 5 };
+    static const struct { uint32_t n_drafts, n_decode, n_rows, n_steps; } calls[] = {{7, 0, 9, 1}, {7, 0, 18, 1}, {2, 0, 18, 2}, {1, 0, 9, 2}, {0, 2, 18, 2}, {0, 1, 9, 2}};
+    const rf_session_desc desc = {.n_ctx = 64, .n_seq_max = PROMPT + 1, .n_batch = 32, .n_snapshots = 6, .n_logits_max = 8};
+    rig one;
+    rf_session *s = NULL;
+    int32_t ids[HELD + MOST_ROWS];
+    REQUIRE(rig_open(&one, &(rig_how){.path = "tests/family/qwen35.gguf"}));
+    mg_tokens(ids, HELD + MOST_ROWS, N_VOCAB, 40);
+    untiled = one.m->device->api;
+    rf_device_api tiled = *untiled;
+    tiled.plan_stats = tiled_stats, tiled.plan_run = count_steps;
+    for (size_t c = 0; c < RFT_COUNT(calls); c++) {
+        for (uint32_t to = 0; to <= calls[c].n_drafts; to++) {
+            rf_token_row rows[HELD + MOST_ROWS];
+            uint32_t n = 0, kept = 9999;
+            CHECK(rf_session_open(one.m, &desc, &s, &one.err) == RF_OK && rf_session_forward(s, ids, HELD - 9, NULL, &one.err) == RF_OK, "%s", one.err.text);
+            for (uint32_t i = HELD - 9; i < HELD; i++) CHECK(rf_session_forward(s, ids + i, 1, NULL, &one.err) == RF_OK, "%s", one.err.text);
+            for (; n < calls[c].n_drafts; n++) rows[n] = (rf_token_row){.token = ids[HELD + n], .pos = RF_POS_NEXT, .want_logits = 1};
+            for (uint32_t i = 0; i < calls[c].n_decode; i++) rows[n++] = (rf_token_row){.token = ids[i], .seq = (int32_t)i + 1, .pos = RF_POS_NEXT, .want_logits = 1};
+            for (; n < calls[c].n_rows; n++) rows[n] = (rf_token_row){.token = ids[n], .seq = PROMPT, .pos = RF_POS_NEXT};
+            n_steps = 0;
+            one.m->device->api = &tiled;
+            CHECK(rf_session_eval(s, rows, n, &one.err) == RF_OK, "%s", one.err.text);
+            one.m->device->api = untiled;
+            CHECK(n_steps == calls[c].n_steps, "%u drafts, %u rows: %u micro-batches, want %u", calls[c].n_drafts, n, n_steps, calls[c].n_steps);
+            CHECK(rf_session_truncate(s, 0, HELD + to, &kept, &one.err) == RF_OK && kept == HELD + to, "%u of %u drafts, %u rows: %u are left", to,
+                  calls[c].n_drafts, n, kept);
+            rf_session_close(s, NULL);
+        }
+    }
+    rig_close(&one);
+}
+
 /* What is refused, by name; each allocation may fail. */
 static void test_errors(void) {
     static record unused;
@@ -631,6 +667,7 @@ int main(int argc, char **argv) {
         RUN(test_lent);
         RUN(test_scheduler);
         RUN(test_rows_beyond_tiles);
+    RUN(test_drafts_before_a_tile);
         RUN(test_errors);
     }
     close_all();
