@@ -39,6 +39,7 @@ typedef struct report {
     uint64_t calls;  /* of the runtime and RCCL */
     uint64_t live;   /* allocations, streams, communicators that are left */
     uint64_t weights;/* bytes of device memory after the prompt */
+    uint32_t tile_rows[2]; /* rf_session_stats */
     float logits[N_PARTS][MAX_LOGITS];
     int32_t tokens[N_TOKENS];
 } report;
@@ -106,6 +107,7 @@ static void work(const job *j, report *to) {
     if (to->result == RF_OK) memcpy(to->note, rf_device_get_info(r.d).note, sizeof to->note);
     hip_emu_peers(HIP_EMU_PEERS_OK); /* a copy that hangs ends, so that all can be closed */
     if (to->result == RF_OK) to->result = speak(j, &r, to);
+    if (to->result == RF_OK) memcpy(to->tile_rows, rf_session_get_stats(r.s).tile_rows, sizeof to->tile_rows);
     snprintf(to->text, sizeof to->text, "%s", r.err.text);
     rig_close(&r);
     const hip_emu_counts now = hip_emu_get_counts();
@@ -249,6 +251,33 @@ static void test_layers(void) {
     mg_free(&file);
 }
 
+/* Ranks cut a call to tiles that all of them have, as the GPUs of a group do. */
+static void test_tiles(void) {
+    static const uint32_t units[][2] = {{HIP_EMU_SM90, HIP_EMU_SM90}, {HIP_EMU_SM90, HIP_EMU_WMMA11}, {HIP_EMU_WMMA11, HIP_EMU_SM90}};
+    mg_buf file = {0};
+    mg_llama(&file, &(mg_options){.type = MG_Q8_0, .n_heads = 8, .n_kv_heads = 4, .n_ff = 128, .n_layers = 2, .seed = 4});
+    for (uint32_t split = RF_SPLIT_LAYERS; split <= RF_SPLIT_TENSORS; split++) {
+        for (size_t k = 0; k < RFT_COUNT(units); k++) {
+            const uint32_t wanted[] = {k == 0 ? 64 : 0, k == 0 ? 256 : 0};
+            const job like = {.file = &file, .desc = {.n_threads = 2, .split = split}};
+            uint8_t id[RF_RANK_ID_BYTES];
+            job jobs[MAX_RANKS], one = like;
+            hip_emu_matrix_unit(0, (int)units[k][0]), hip_emu_matrix_unit(2, (int)units[k][1]);
+            make_jobs(jobs, 2, &like, id);
+            work_all(jobs, 2);
+            for (int i = 0; i < 2; i++)
+                CHECK(reports[i].result == RF_OK && memcmp(reports[i].tile_rows, wanted, sizeof wanted) == 0, "split %u, units %u, rank %d: %u, %u %s", split,
+                      (unsigned)k, i, reports[i].tile_rows[0], reports[i].tile_rows[1], reports[i].text);
+            one.device = "hip:0,2";
+            work_all(&one, 1);
+            CHECK(reports[0].result == RF_OK && memcmp(reports[0].tile_rows, wanted, sizeof wanted) == 0, "split %u, units %u, one process: %u, %u %s", split,
+                  (unsigned)k, reports[0].tile_rows[0], reports[0].tile_rows[1], reports[0].text);
+        }
+    }
+    hip_emu_matrix_unit(0, HIP_EMU_WMMA11), hip_emu_matrix_unit(2, HIP_EMU_WMMA11);
+    mg_free(&file);
+}
+
 /* All ranks end with an error that says `text`, after less than `seconds`; those of the bits `silent` may say anything. */
 static void refused(const char *what, const job *jobs, int n, uint32_t silent, const char *text, double seconds) {
     work_all(jobs, n);
@@ -377,6 +406,7 @@ int main(int argc, char **argv) {
     RUN_SLOW(test_tensors_of_three);
     RUN_SLOW(test_tensors_by_rccl);
     RUN(test_layers);
+    RUN(test_tiles);
     RUN(test_refused);
     RUN(test_leaving);
     RUN_SLOW(test_failing_tensors);
