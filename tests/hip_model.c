@@ -338,7 +338,7 @@ static rf_result mixed_on(rig *r, float *logits) {
     static const struct { uint32_t n_decode, n_prompt, is_first; } steps[MIXED_STEPS] = {
         {1, 17, 0}, {2, 30, 0}, {5, MIXED_PROMPT, 0}, {MIXED_DECODE, MIXED_PROMPT, 1}};
     rf_result res = RF_OK;
-    for (uint32_t i = 0; i < MIXED_DECODE && res == RF_OK; i++) res = fill_sequence(r, (int32_t)i, 3 + (13 * i) % 80, i);
+    for (uint32_t i = 0; i < MIXED_DECODE && res == RF_OK; i++) res = fill_sequence(r, (int32_t)i, 3 + (13 * i) % 77, i);
     for (uint32_t k = 0, at = 0; k < MIXED_STEPS; k++) {
         rf_token_row rows[MIXED_DECODE + MIXED_PROMPT];
         const uint32_t n = steps[k].n_decode, n_prompt = steps[k].n_prompt, first = steps[k].is_first ? n_prompt : 0;
