@@ -4735,9 +4735,6 @@ template <int TYPE> RFK_DEVICE bool rfk_is_q2(const rfk_fragment &) { return fal
 
 /* A fragment's weights for rfk_dot_unpacked: those of Q4_K that are the upper four bits of a byte may stay there, times
  * 16. */
-RFK_DEVICE float rfk_dot_of_upper(int dot) { /* exact */
-    return rfk_fma(rfk_as_float((uint32_t)dot), 0.0625f, -12582912.0f / 16);
-}
 template <int TYPE> struct rfk_unpack_dots {
     static const bool TIMES_16 = false;
     RFK_DEVICE void run(const typename rfk_fragments<TYPE>::loaded &raw, uint32_t lane, rfk_fragment_weights &w) {
@@ -4761,8 +4758,8 @@ template <> struct rfk_unpack_dots<RF_TYPE_Q4_K> {
 /* The dot products of Q4_K's two groups. */
 RFK_DEVICE void rfk_dots_times_16(const int *w, const rfk_fragment_x &x, float *dots) {
     dots[0] = rfk_dot_to_float(rfk_dot16_unsigned(w + 4, x.piece[1], rfk_dot16_unsigned(w, x.piece[0], RFK_DOT_START)));
-    dots[1] =
-        rfk_dot_of_upper(rfk_dot16_unsigned(w + 12, x.piece[3], rfk_dot16_unsigned(w + 8, x.piece[2], RFK_DOT_START)));
+    const int upper = rfk_dot16_unsigned(w + 12, x.piece[3], rfk_dot16_unsigned(w + 8, x.piece[2], RFK_DOT_START));
+    dots[1] = rfk_fma(rfk_as_float((uint32_t)upper), 0.0625f, -12582912.0f / 16); /* exact */
 }
 #else
 RFK_DEVICE void rfk_dots_times_16(const int *, const rfk_fragment_x &, float *) {}
@@ -7060,63 +7057,43 @@ template <uint32_t COLS> struct rfk_direct_shared {
 };
 #if RFK_MAY_BE(RFK_MATRIX_SM80)
 
-/* A tile: 16 rows, or of a GLU eight of each of its products. All rows that it reads exist: a product's last tile
- * begins early enough, and makes the rows from row0 on. */
-struct rfk_direct_place {
-    uint32_t which, row0, start; /* the product; the first row that is made, and that is read */
-};
-/* Where row 0 of a plane of a tile is, whose rows have `stride` bytes, and what there is from row r to row r + 8. */
-struct rfk_direct_plane {
-    const uint8_t *first;
-    ptrdiff_t half;
-    uint32_t stride;
-};
-RFK_DEVICE rfk_direct_plane rfk_find_plane(const rfk_few_args &a, const rfk_direct_place &place, int plane,
-                                           uint32_t bytes) {
-    rfk_direct_plane o;
-    o.stride = a.n_in / 256 * bytes;
-    o.first = a.part[place.which].w.plane[plane] + ((size_t)a.part[place.which].row0 + place.start) * o.stride;
-    o.half = 8 * (ptrdiff_t)o.stride;
-    if (a.glu)
-        o.half = a.part[1].w.plane[plane] - a.part[0].w.plane[plane] +
-                 ((ptrdiff_t)a.part[1].row0 - (ptrdiff_t)a.part[0].row0) * (ptrdiff_t)o.stride;
-    return o;
-}
-
 /* How a wave copies a block of 256 weights of 16 rows to shared memory, and a lane reads its part of four adjacent
- * fragments. K: values of a product; ROW: bytes of a row there; TIMES_16: what the second product of a fragment is,
- * of weights that stay the upper four bits of their bytes, unsigned; head: scales; loaded: what is kept in registers; at:
- * where the lane copies from; begin: the wave's first block of a tile; copy: a block, and on to the wave's next one;
+ * fragments. K: values of a product; ROW: bytes of a row there; head: scales; loaded: what is kept in registers;
  * get_scales: those of fragment 2 * half + j. */
 template <int TYPE> struct rfk_direct;
+/* A tile's two halves of eight rows: adjacent, or in a GLU the same rows of its two products. */
+struct rfk_direct_half {
+    uint32_t block, last; /* of the first row; the last row that exists */
+};
+struct rfk_direct_at {
+    rfk_direct_half half[2];
+    uint32_t product[2]; /* whose weights they are */
+};
+/* Where the block of row i of the tile is in plane `plane`, whose blocks have `bytes` bytes. */
+RFK_DEVICE const uint8_t *rfk_direct_from(const rfk_few_args &a, const rfk_direct_at &at, uint32_t i, int plane,
+                                          uint32_t bytes) {
+    const bool low = i < 8;
+    const uint32_t block = low ? at.half[0].block : at.half[1].block, last = low ? at.half[0].last : at.half[1].last;
+    const uint8_t *const from = a.part[low ? at.product[0] : at.product[1]].w.plane[plane];
+    return from + (block + (i % 8 < last ? i % 8 : last) * (a.n_in / 256)) * bytes;
+}
 template <> struct rfk_direct<RF_TYPE_Q4_K> {
     static const int K = 32, ROW = 160; /* bytes: rows of a half wave lie in different banks */
-    static const bool TIMES_16 = true;
     struct loaded {};
     struct scales {
         uint32_t scale[2][2], min[2][2]; /* [row] eight of 6 bits, a byte each */
         float d[2], m[2];
     };
-    struct at {
-        const uint8_t *quants, *head; /* of rows lane / 8 and lane % 16 */
-        ptrdiff_t half, four;         /* from row to row: 8 and 4 on */
-    };
-    RFK_DEVICE void begin(const rfk_few_args &a, const rfk_direct_place &place, at &o) {
-        const uint32_t lane = threadIdx.x % 32, wave = threadIdx.x / 32 % RFK_FEW_WAVES;
-        const rfk_direct_plane p = rfk_find_plane(a, place, 0, 144);
-        o.quants = p.first + wave * 144 + lane / 8 * p.stride + lane % 8 * 16 + 16;
-        o.head = p.first + wave * 144 + lane % 8 * p.stride + (lane & 8 ? p.half : 0);
-        o.half = p.half, o.four = 4 * p.stride;
-    }
-    RFK_DEVICE void copy(at &from, uint8_t *rows, loaded &) {
+    RFK_DEVICE void copy(const rfk_few_args &a, const rfk_direct_at &at, uint8_t *to, loaded &) {
         const uint32_t lane = threadIdx.x % 32;
-        int4 *to = reinterpret_cast<int4 *>(rows + lane / 8 * ROW + lane % 8 * 16 + 16);
-        rfk_copy16_once(to, from.quants);
-        rfk_copy16_once(to + 4 * ROW / 16, from.quants + from.four);
-        rfk_copy16_once(to + 8 * ROW / 16, from.quants + from.half);
-        rfk_copy16_once(to + 12 * ROW / 16, from.quants + from.half + from.four);
-        if (lane < 16) rfk_copy16_once(reinterpret_cast<int4 *>(rows + lane * ROW), from.head);
-        from.quants += RFK_FEW_WAVES * 144, from.head += RFK_FEW_WAVES * 144;
+        RFK_UNROLL(4)
+        for (uint32_t k = 0; k < 4; k++) {
+            const uint32_t row = lane / 8 + 4 * k, part = 16 + lane % 8 * 16;
+            rfk_copy16_once(reinterpret_cast<int4 *>(to + row * ROW + part),
+                            rfk_direct_from(a, at, row, 0, 144) + part);
+        }
+        if (lane < 16)
+            rfk_copy16_once(reinterpret_cast<int4 *>(to + lane * ROW), rfk_direct_from(a, at, lane, 0, 144));
     }
     RFK_DEVICE void read_head(const uint8_t *rows, const loaded &, scales &o) {
         RFK_UNROLL(2)
@@ -7133,23 +7110,22 @@ template <> struct rfk_direct<RF_TYPE_Q4_K> {
         for (int r = 0; r < 2; r++) {
             const uint2 q = *reinterpret_cast<const uint2 *>(rows + 8 * r * ROW + 16 + 32 * j + 8 * (threadIdx.x % 4));
             a[0][r] = rfk_low4((int)q.x), a[0][2 + r] = rfk_low4((int)q.y);
-            a[1][r] = (int)(q.x & 0xf0f0f0f0u), a[1][2 + r] = (int)(q.y & 0xf0f0f0f0u);
+            a[1][r] = rfk_high4((int)q.x), a[1][2 + r] = rfk_high4((int)q.y);
         }
     }
     RFK_DEVICE void get_scales(const scales &h, bool half, uint32_t j, float (&s)[2][RFK_SCALES]) {
         RFK_UNROLL(2)
         for (int r = 0; r < 2; r++) {
-            const uint32_t scale = half ? h.scale[r][1] : h.scale[r][0], min = half ? h.min[r][1] : h.min[r][0];
-            RFK_UNROLL(2)
-            for (uint32_t i = 0; i < 2; i++)
-                s[r][i] = rfk_byte_to_float(scale, 2 * j + i), s[r][2 + i] = rfk_byte_to_float(min, 2 * j + i);
+            const uint32_t scale = (half ? h.scale[r][1] : h.scale[r][0]) >> (16 * j),
+                           min = (half ? h.min[r][1] : h.min[r][0]) >> (16 * j);
+            s[r][0] = (float)(scale & 255), s[r][1] = (float)((scale >> 8) & 255);
+            s[r][2] = (float)(min & 255), s[r][3] = (float)((min >> 8) & 255);
             s[r][4] = h.d[r], s[r][5] = h.m[r];
         }
     }
 };
 template <> struct rfk_direct<RF_TYPE_Q6_K> {
     static const int K = 16, ROW = 208; /* low, high, scales */
-    static const bool TIMES_16 = false;
     struct loaded {
         uint32_t d[2];
     };
@@ -7157,34 +7133,24 @@ template <> struct rfk_direct<RF_TYPE_Q6_K> {
         int4 scale[2];
         float d[2];
     };
-    struct at {
-        const uint8_t *low, *high, *scale, *d; /* of rows lane / 8, lane / 4, lane % 16 and lane / 4 */
-        ptrdiff_t low_half, low_four, high_half, d_half;
-    };
-    RFK_DEVICE void begin(const rfk_few_args &a, const rfk_direct_place &place, at &o) {
-        const uint32_t lane = threadIdx.x % 32, wave = threadIdx.x / 32 % RFK_FEW_WAVES;
-        const rfk_direct_plane low = rfk_find_plane(a, place, 0, 128), high = rfk_find_plane(a, place, 1, 64),
-                               scale = rfk_find_plane(a, place, 2, 16), d = rfk_find_plane(a, place, 3, 2);
-        o.low = low.first + wave * 128 + lane / 8 * low.stride + lane % 8 * 16;
-        o.high = high.first + wave * 64 + lane / 4 * high.stride + lane % 4 * 16;
-        o.scale = scale.first + wave * 16 + lane % 8 * scale.stride + (lane & 8 ? scale.half : 0);
-        o.d = d.first + wave * 2 + lane / 4 * d.stride;
-        o.low_half = low.half, o.low_four = 4 * low.stride, o.high_half = high.half, o.d_half = d.half;
-    }
-    RFK_DEVICE void copy(at &from, uint8_t *rows, loaded &ahead) {
+    RFK_DEVICE void copy(const rfk_few_args &a, const rfk_direct_at &at, uint8_t *to, loaded &ahead) {
         const uint32_t lane = threadIdx.x % 32;
-        int4 *low = reinterpret_cast<int4 *>(rows + lane / 8 * ROW + lane % 8 * 16),
-             *high = reinterpret_cast<int4 *>(rows + lane / 4 * ROW + lane % 4 * 16 + 128);
-        rfk_copy16_once(low, from.low);
-        rfk_copy16_once(low + 4 * ROW / 16, from.low + from.low_four);
-        rfk_copy16_once(low + 8 * ROW / 16, from.low + from.low_half);
-        rfk_copy16_once(low + 12 * ROW / 16, from.low + from.low_half + from.low_four);
-        rfk_copy16_once(high, from.high);
-        rfk_copy16_once(high + 8 * ROW / 16, from.high + from.high_half);
-        if (lane < 16) rfk_copy16_once(reinterpret_cast<int4 *>(rows + lane * ROW + 192), from.scale);
-        ahead.d[0] = rfk_load2(from.d), ahead.d[1] = rfk_load2(from.d + from.d_half);
-        from.low += RFK_FEW_WAVES * 128, from.high += RFK_FEW_WAVES * 64;
-        from.scale += RFK_FEW_WAVES * 16, from.d += RFK_FEW_WAVES * 2;
+        RFK_UNROLL(4)
+        for (uint32_t k = 0; k < 4; k++) {
+            const uint32_t row = lane / 8 + 4 * k, part = lane % 8 * 16;
+            const uint8_t *from = rfk_direct_from(a, at, row, 0, 128) + part;
+            rfk_copy16_once(reinterpret_cast<int4 *>(to + row * ROW + part), from);
+        }
+        RFK_UNROLL(2)
+        for (uint32_t k = 0; k < 2; k++) {
+            const uint32_t row = lane / 4 + 8 * k, part = lane % 4 * 16;
+            const uint8_t *from = rfk_direct_from(a, at, row, 1, 64) + part;
+            rfk_copy16_once(reinterpret_cast<int4 *>(to + row * ROW + 128 + part), from);
+        }
+        if (lane < 16)
+            rfk_copy16_once(reinterpret_cast<int4 *>(to + lane * ROW + 192), rfk_direct_from(a, at, lane, 2, 16));
+        RFK_UNROLL(2)
+        for (uint32_t r = 0; r < 2; r++) ahead.d[r] = rfk_load2(rfk_direct_from(a, at, lane / 4 + 8 * r, 3, 2));
     }
     RFK_DEVICE void read_head(const uint8_t *rows, const loaded &w, scales &o) {
         RFK_UNROLL(2)
@@ -7216,100 +7182,79 @@ template <> struct rfk_direct<RF_TYPE_Q6_K> {
             rfk_words(h.scale[r], words);
             RFK_UNROLL(4)
             for (uint32_t i = 0; i < 4; i++) {
-                const uint32_t w = (uint32_t)(half ? words[2 + i / 2] : words[i / 2]) ^ 0x80808080u;
-                s[r][i] = rfk_byte_to_float(w, j + 2 * (i % 2)) - 128.0f;
+                const uint32_t w = (uint32_t)(half ? words[2 + i / 2] : words[i / 2]);
+                s[r][i] = (float)(int8_t)(w >> (8 * j + 16 * (i % 2)));
             }
             s[r][4] = h.d[r];
         }
     }
 };
 
-/* out = start + a b: 16 rows by 8 columns over K bytes; start of either column. a: with a sign, or UNSIGNED. */
-template <int K, bool UNSIGNED> RFK_DEVICE void rfk_mma_direct(const int *a, const int *b, const int *start, int *out) {
+/* out = start + a b: 16 rows by 8 columns over K bytes; start of either column. */
+template <int K> RFK_DEVICE void rfk_mma_direct(const int *a, const int *b, const int *start, int *out) {
 #if defined(ROCMFORGE_HIP_EMU)
     const int av[4] = {a[0], a[1], K == 32 ? a[2] : 0, K == 32 ? a[3] : 0}, bv[2] = {b[0], K == 32 ? b[1] : 0},
               c[4] = {start[0], start[1], start[0], start[1]};
-    if (UNSIGNED) hip_emu_mma_m16n8k32_u8_s8(out, av, bv, c);
-    else hip_emu_mma_m16n8k32_s8(out, av, bv, c);
+    hip_emu_mma_m16n8k32_s8(out, av, bv, c);
 #else
-#define RFK_MMA_K32(A) \
-    asm("mma.sync.aligned.m16n8k32.row.col.s32." A ".s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, " \
-        "{%10,%11,%10,%11};" \
-        : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3]) \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(start[0]), "r"(start[1]))
-    if (K == 32 && UNSIGNED) RFK_MMA_K32("u8");
-    else if (K == 32) RFK_MMA_K32("s8");
+    if (K == 32)
+        asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+            "{%10,%11,%10,%11};"
+            : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(start[0]), "r"(start[1]));
     else
         asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%8,%7,%8};"
             : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
             : "r"(a[0]), "r"(a[1]), "r"(b[0]), "r"(start[0]), "r"(start[1]));
-#undef RFK_MMA_K32
 #endif
 }
 
 /* out += a b, as rfk_mma_direct<32>. */
-template <bool UNSIGNED> RFK_DEVICE void rfk_mma_add(const int *a, const int *b, int *out) {
+RFK_DEVICE void rfk_mma_add(const int *a, const int *b, int *out) {
 #if defined(ROCMFORGE_HIP_EMU)
-    if (UNSIGNED) hip_emu_mma_m16n8k32_u8_s8(out, a, b, out);
-    else hip_emu_mma_m16n8k32_s8(out, a, b, out);
+    hip_emu_mma_m16n8k32_s8(out, a, b, out);
 #else
-#define RFK_MMA_ADD(A) \
-    asm("mma.sync.aligned.m16n8k32.row.col.s32." A ".s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
-        : "+r"(out[0]), "+r"(out[1]), "+r"(out[2]), "+r"(out[3]) \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
-    if (UNSIGNED) RFK_MMA_ADD("u8");
-    else RFK_MMA_ADD("s8");
-#undef RFK_MMA_ADD
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(out[0]), "+r"(out[1]), "+r"(out[2]), "+r"(out[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 #endif
 }
 
 /* out = start + products of two fragments of K values, a and upper: b's columns 0 to 3 are x of a, 4 to 7 x of upper.
  * low: all bits set in lanes that have columns 0 to 3 of b, else 0. */
-template <int K, bool UNSIGNED>
+template <int K>
 RFK_DEVICE void rfk_mma_both(const int *a, const int *upper, const int *b, uint32_t low, const int *start, int *out) {
     RFK_UNROLL(2)
     for (int k = 0; k < K / 16; k++) {
         const int both[4] = {a[2 * k], a[2 * k + 1], upper[2 * k], upper[2 * k + 1]},
                   x[2] = {(int)((uint32_t)b[k] & low), (int)((uint32_t)b[k] & ~low)};
-        if (k == 0) rfk_mma_direct<32, UNSIGNED>(both, x, start, out);
-        else rfk_mma_add<UNSIGNED>(both, x, out);
+        if (k == 0) rfk_mma_direct<32>(both, x, start, out);
+        else rfk_mma_add(both, x, out);
     }
 }
 
-/* Where a lane copies from what the columns have for a block of 256 weights; of 16 columns, the waves of each tile copy
- * eight. begin: the wave's first block; copy: a block, and on to the wave's next one. */
-template <int TYPE, uint32_t COLS> struct rfk_direct_columns {
-    static const uint32_t N = COLS < 8 ? COLS : 8;
-    static const bool OFFSET = rfk_format<TYPE>::OFFSET != 0;
-    struct at {
-        const int4 *q;
-        const float *d, *sum; /* of a type without an offset d is e in some lanes, and sum of no use */
-    };
-    RFK_DEVICE void begin(const rfk_few_args &a, at &o) {
-        const uint32_t lane = threadIdx.x % 32, block = threadIdx.x / 32 % RFK_FEW_WAVES,
-                       col = blockIdx.x * COLS + (COLS == 16 ? threadIdx.x / 256 * 8 : 0), two = lane / (N / 4) % 16,
-                       first = col % RFK_FEW_ROWS, four = first + lane % (N / 4) * 4;
-        const size_t tile = col / RFK_FEW_ROWS, piece = tile * a.n_in + block * 16 * RFK_FEW_ROWS,
-                     group = tile * (a.n_in / 2) + block * 8 * RFK_FEW_ROWS;
-        o.q = a.x.q + piece + first + lane / N * RFK_FEW_ROWS + lane % N;
-        o.d = (!OFFSET && two >= 8 ? rfk_few_e(a.x) : rfk_few_d(a.x)) + group + two % 8 * RFK_FEW_ROWS + four;
-        o.sum = rfk_few_sum(a.x) + piece + two * RFK_FEW_ROWS + four;
+/* Copy what the columns have for block `block` to shared memory; of 16, the waves of each tile copy eight. */
+template <int TYPE, uint32_t COLS>
+RFK_DEVICE void rfk_direct_copy(const rfk_few_args &a, uint32_t block, rfk_direct_x<COLS> &to) {
+    const uint32_t N = COLS < 8 ? COLS : 8, lane = threadIdx.x % 32, into = COLS == 16 ? threadIdx.x / 256 * 8 : 0,
+                   col = blockIdx.x * COLS + into, two = lane / (N / 4), four = lane % (N / 4) * 4;
+    const bool offset = rfk_format<TYPE>::OFFSET != 0;
+    const size_t tile = col / RFK_FEW_ROWS, first = col % RFK_FEW_ROWS,
+                 piece = tile * a.n_in + block * 16 * RFK_FEW_ROWS + first,
+                 group = tile * (a.n_in / 2) + block * 8 * RFK_FEW_ROWS + first;
+    RFK_UNROLL(4)
+    for (uint32_t k = 0; k < N / 2; k++) {
+        const uint32_t i = lane / N + 32 / N * k;
+        rfk_copy16(&to.q[i][into + lane % N], a.x.q + piece + i * RFK_FEW_ROWS + lane % N);
     }
-    RFK_DEVICE void copy(at &from, rfk_direct_x<COLS> &to) {
-        const uint32_t lane = threadIdx.x % 32, into = COLS == 16 ? threadIdx.x / 256 * 8 : 0, two = lane / (N / 4),
-                       four = into + lane % (N / 4) * 4;
-        RFK_UNROLL(4)
-        for (uint32_t k = 0; k < N / 2; k++)
-            rfk_copy16(&to.q[lane / N + 32 / N * k][into + lane % N], from.q + 32 / N * k * RFK_FEW_ROWS);
-        float *const to_d = two < 8 ? &to.d[two % 8][four] : &to.sum[two % 8][four];
-        if (two < (OFFSET ? 8 : 16))
-            rfk_copy16(reinterpret_cast<int4 *>(to_d), reinterpret_cast<const int4 *>(from.d));
-        if (OFFSET && two < 16)
-            rfk_copy16(reinterpret_cast<int4 *>(&to.sum[two % 16][four]), reinterpret_cast<const int4 *>(from.sum));
-        from.q += RFK_FEW_WAVES * 16 * RFK_FEW_ROWS, from.d += RFK_FEW_WAVES * 8 * RFK_FEW_ROWS;
-        from.sum += RFK_FEW_WAVES * 16 * RFK_FEW_ROWS;
-    }
-};
+    const float *d = rfk_few_d(a.x) + group + two % 8 * RFK_FEW_ROWS + four, *e = d + a.x.capacity / 32,
+                *sum = rfk_few_sum(a.x) + piece + two * RFK_FEW_ROWS + four;
+    if (two >= 16) return;
+    int4 *const to_sum = reinterpret_cast<int4 *>(&to.sum[offset ? two : two % 8][into + four]);
+    if (offset) rfk_copy16(to_sum, reinterpret_cast<const int4 *>(sum));
+    if (two < 8) rfk_copy16(reinterpret_cast<int4 *>(&to.d[two][into + four]), reinterpret_cast<const int4 *>(d));
+    else if (!offset) rfk_copy16(to_sum, reinterpret_cast<const int4 *>(e));
+}
 
 /* A lane's results of a tile: of eight columns [columns / 8][fragment]. Of four those of fragments p and p + 2, p = 0
  * and 1, each of the two in half of the lanes. */
@@ -7346,10 +7291,8 @@ RFK_DEVICE void rfk_direct_fragment(const rfk_direct_x<COLS> &in, uint32_t eight
         } else {
             b[0] = reinterpret_cast<const int *>(&in.q[from][col])[quarter];
         }
-        if (both && D::TIMES_16 && i == 1) rfk_mma_both<D::K, true>(w[0][i], w[1][i], b, low, start, dots[i]);
-        else if (both) rfk_mma_both<D::K, false>(w[0][i], w[1][i], b, low, start, dots[i]);
-        else if (D::TIMES_16 && i == 1) rfk_mma_direct<D::K, true>(w[0][i], b, start, dots[i]);
-        else rfk_mma_direct<D::K, false>(w[0][i], b, start, dots[i]);
+        if (both) rfk_mma_both<D::K>(w[0][i], w[1][i], b, low, start, dots[i]);
+        else rfk_mma_direct<D::K>(w[0][i], b, start, dots[i]);
         d[i] = *reinterpret_cast<const float2 *>(&in.d[piece / 2][to]);
         if (has_min) e[i] = *reinterpret_cast<const float2 *>(&in.sum[piece / 2][to]);
     }
@@ -7362,7 +7305,7 @@ RFK_DEVICE void rfk_direct_fragment(const rfk_direct_x<COLS> &in, uint32_t eight
         for (int k = 0; k < F::DOTS; k++) {
             x.d[k] = i % 2 ? d[k].y : d[k].x;
             if (has_min) x.sums[k % 2] = i % 2 ? e[k].y : e[k].x;
-            values[k] = D::TIMES_16 && k == 1 ? rfk_dot_of_upper(dots[k][i]) : rfk_dot_to_float(dots[k][i]);
+            values[k] = rfk_dot_to_float(dots[k][i]);
         }
         sum[i] = F::join(s[i / 2], values, x, sum[i]);
     }
@@ -7388,18 +7331,33 @@ RFK_DEVICE void rfk_direct_block(const uint8_t *rows, const typename rfk_direct<
     }
 }
 
-/* Find the wave's tile t of a block. The waves of a block's second tile come along where there are no rows left. */
+/* The wave's tile t of a block: 16 rows, or in a GLU eight of each of its products. The waves of a block's second tile
+ * come along where there are no rows left. */
+struct rfk_direct_place {
+    uint32_t which, row0; /* the product, and its first row */
+};
 template <uint32_t COLS> RFK_DEVICE bool rfk_find_direct(const rfk_few_args &a, uint32_t t, rfk_direct_place &to) {
-    const uint32_t number = blockIdx.y + t * gridDim.y, rows = a.glu ? RFK_FEW_ROWS / 2 : RFK_FEW_ROWS;
+    uint32_t number = blockIdx.y + t * gridDim.y;
     if (number >= a.n_tiles) return false;
-    uint32_t tile = number, n = a.part[0].n_out;
     to.which = 0;
+    to.row0 = number;
     for (uint32_t i = 1; i < RFK_PRODUCTS; i++)
-        if (!a.glu && number >= a.part[i - 1].end_block)
-            to.which = i, tile = number - a.part[i - 1].end_block, n = a.part[i].n_out;
-    to.row0 = (tile * RFK_DIRECT_TILES(COLS) + threadIdx.x / 256) * rows;
-    to.start = to.row0 + rows <= n ? to.row0 : n - rows;
+        if (!a.glu && number >= a.part[i - 1].end_block) to.which = i, to.row0 = number - a.part[i - 1].end_block;
+    to.row0 = (to.row0 * RFK_DIRECT_TILES(COLS) + threadIdx.x / 256) * (a.glu ? RFK_FEW_ROWS / 2 : RFK_FEW_ROWS);
     return true;
+}
+
+/* The wave's first block of the tile. */
+RFK_DEVICE void rfk_begin_direct(const rfk_few_args &a, const rfk_direct_place &place, rfk_direct_at &at) {
+    const uint32_t n = a.part[place.which].n_out, row0 = place.row0 < n ? place.row0 : 0, rows = n - row0,
+                   wave = threadIdx.x / 32 % RFK_FEW_WAVES;
+    RFK_UNROLL(2)
+    for (uint32_t h = 0; h < 2; h++) {
+        at.product[h] = a.glu ? h : place.which;
+        const uint32_t first = a.glu || rows <= 8 ? 0 : 8 * h, left = rows - first; /* of eight: at least one */
+        at.half[h].block = (a.part[at.product[h]].row0 + row0 + first) * (a.n_in / 256) + wave;
+        at.half[h].last = (left < 8 ? left : 8) - 1;
+    }
 }
 
 /* A result of tile t: the sum of its waves' sums. */
@@ -7426,9 +7384,9 @@ RFK_DEVICE void rfk_end_direct(const rfk_few_args &a, const rfk_direct_place &pl
         if (N == 8 || lane % 4 < 2) s.sum[t % 2][wave][col * RFK_FEW_ROWS + row] = all;
     }
     __syncthreads();
-    const uint32_t of = threadIdx.x % 256, i = of % RFK_FEW_ROWS, row = place.start + i, c = of / RFK_FEW_ROWS,
+    const uint32_t of = threadIdx.x % 256, i = of % RFK_FEW_ROWS, row = place.row0 + i, c = of / RFK_FEW_ROWS,
                    col = blockIdx.x * COLS + c;
-    if (c >= COLS || col >= a.n_cols || row < place.row0) return;
+    if (c >= COLS || col >= a.n_cols || row >= a.part[place.which].n_out) return;
     if (!a.glu) rfk_put(a.part[place.which], row, col, rfk_direct_result(s, t, of));
     else if (i < 8)
         (void)rfk_put_glu(a, row, col, rfk_direct_result(s, t, of), rfk_direct_result(s, t, of + 8));
@@ -7457,17 +7415,14 @@ RFK_DEVICE uint32_t rfk_direct_tiles(const rfk_few_args &a, uint32_t t, rfk_dire
     const uint32_t lane = threadIdx.x % 32, wave = threadIdx.x / 32 % RFK_FEW_WAVES, n_blocks = a.n_in / 256;
     uint8_t(&w)[2][RFK_FEW_ROWS * 208] = s.w[threadIdx.x / 32];
     const bool stays = n_blocks <= 2 * RFK_FEW_WAVES;
-    rfk_direct_place here = {0, 0, 0};
-    typename D::at from;
+    rfk_direct_place here = {0, 0};
+    rfk_direct_at at;
     typename D::loaded ahead;
-    typedef rfk_direct_columns<TYPE, COLS> C;
-    typename C::at column;
     (void)rfk_find_direct<COLS>(a, t, here);
-    D::begin(a, here, from);
-    if (wave < n_blocks) D::copy(from, w[0], ahead);
-    C::begin(a, column);
+    rfk_begin_direct(a, here, at);
+    if (wave < n_blocks) D::copy(a, at, w[0], ahead);
     if (t == 0) rfk_wait_previous();
-    if (wave < n_blocks) C::copy(column, s.x[wave][0]);
+    if (wave < n_blocks) rfk_direct_copy<TYPE, COLS>(a, wave, s.x[wave][0]);
     rfk_commit_copies();
     if (t == 0) rfk_few_factors<32>(a, blockIdx.x * COLS, COLS, s.factor);
     uint32_t turn = 0;
@@ -7483,10 +7438,12 @@ RFK_DEVICE uint32_t rfk_direct_tiles(const rfk_few_args &a, uint32_t t, rfk_dire
             const rfk_direct_x<COLS> &x = s.x[wave][stays ? block / RFK_FEW_WAVES : turn];
             const typename D::loaded now = ahead;
             if (more || goes_on) {
-                if (!more) D::begin(a, next, from);
-                D::copy(from, w[turn ^ 1], ahead);
-                if (!more && !stays) C::begin(a, column);
-                if (!stays || (is_first && more)) C::copy(column, s.x[wave][stays ? 1 : turn ^ 1]);
+                if (more) at.half[0].block += RFK_FEW_WAVES, at.half[1].block += RFK_FEW_WAVES;
+                else rfk_begin_direct(a, next, at);
+                D::copy(a, at, w[turn ^ 1], ahead);
+                if (!stays || (is_first && more))
+                    rfk_direct_copy<TYPE, COLS>(a, more ? block + RFK_FEW_WAVES : wave,
+                                                s.x[wave][stays ? 1 : turn ^ 1]);
                 rfk_commit_copies();
                 rfk_wait_copies_but_one();
             } else {
@@ -14420,16 +14377,14 @@ static void rfk_take_post_norms(rf_prepared *p) {
     }
 }
 
-/* Whether rfk_few_direct makes `count` products of ops from i on: it reads 16 rows at a time. A GLU's two have one
- * type. */
+/* Whether rfk_few_direct makes `count` products of ops from i on. A GLU's two have one type. */
 static bool rfk_takes_direct(const rf_prepared *p, uint32_t i, uint32_t count) {
     bool takes = false;
 #if defined(RFK_DIRECT_TYPES)
     const rf_plan *plan = p->plan;
 #define RFK_DIRECT_CASE(TYPE) || plan->weights[plan->ops[k].weight].type == TYPE
     takes = p->dev->direct != 0;
-    for (uint32_t k = i; k < i + count; k++)
-        takes = takes && plan->ops[k].matmul.n_out >= RFK_FEW_ROWS && (false RFK_DIRECT_TYPES(RFK_DIRECT_CASE));
+    for (uint32_t k = i; k < i + count; k++) takes = takes && (false RFK_DIRECT_TYPES(RFK_DIRECT_CASE));
 #undef RFK_DIRECT_CASE
 #else
     (void)p, (void)i, (void)count;

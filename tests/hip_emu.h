@@ -720,14 +720,6 @@ static inline uint32_t hip_emu_matrix() {
 static inline void hip_emu_mma_m16n8k32_s8(int *d, const int *a, const int *b, const int *c) {
     hip_emu_product<hip_emu_ptx<4>, hip_emu_s8>(d, a, b, c);
 }
-static inline void hip_emu_mma_m16n8k32_u8_s8(int *d, const int *a, const int *b, const int *c) {
-    int high[4], low[4], sum[4] = {0, 0, 0, 0}; /* a without a sign: 16 times its upper four bits, and its lower ones */
-    for (int i = 0; i < 4; i++) high[i] = a[i] >> 4 & 0x0f0f0f0f, low[i] = a[i] & 0x0f0f0f0f;
-    hip_emu_mma_m16n8k32_s8(sum, high, b, sum);
-    for (int i = 0; i < 4; i++) sum[i] *= 16;
-    hip_emu_mma_m16n8k32_s8(sum, low, b, sum);
-    for (int i = 0; i < 4; i++) d[i] = c[i] + sum[i];
-}
 static inline hip_emu_int4 __builtin_amdgcn_mfma_i32_16x16x16i8(int a, int b, hip_emu_int4 c, int, int, int) {
     hip_emu_product<hip_emu_mfma<16, 4>, hip_emu_s8>(c.v, &a, &b, c.v);
     return c;
