@@ -12460,6 +12460,7 @@ typedef struct rfi_dots {
 
 #define RFI_BLOCK_COLS 256u
 #define RFI_AHEAD 2u /* units to prefetch ahead in each of 16 rows: 4 to 8 KB in all, by measurement */
+#define RFI_EXPAND_AHEAD 3u /* the same of types that are expanded, whose units are smaller */
 
 /* A matmul with what its type needs. */
 typedef struct rfi_quant_matmul {
@@ -12504,10 +12505,12 @@ static void rfi_rows_expand(const rfi_quant_matmul *q, const rfi_matmul *m, cons
                             rfi_expanded_rows *out) {
     const uint64_t offset = (uint64_t)(g / 8) * q->unit_bytes;
     const uint32_t left = m->n_in / 32 - g, n_blocks = left >= 8 ? q->n_blocks : left * q->n_blocks / 8;
+    uint64_t ahead = offset + RFI_EXPAND_AHEAD * q->unit_bytes; /* past the end of a row: of the rows after these */
+    if (ahead >= r->row_bytes) ahead += (q->k->n_lanes - 1) * r->row_bytes;
     for (uint32_t l = 0; l < q->k->n_lanes; l++) {
         const uint8_t *unit = r->row[l] + offset;
         for (uint32_t i = 0; i < q->unit_bytes; i += 64)
-            __builtin_prefetch((const void *)((uintptr_t)unit + RFI_AHEAD * q->unit_bytes + i));
+            __builtin_prefetch((const void *)((uintptr_t)r->row[l] + ahead + i));
         q->expand(unit, n_blocks, &out->unit[l]);
         out->r.row[l] = (const uint8_t *)&out->unit[l];
     }
