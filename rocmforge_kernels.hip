@@ -884,9 +884,14 @@ RFK_DEVICE uint32_t rfk_even_signs(uint32_t seven) {
     return seven | ((0x6996u >> ((seven ^ seven >> 4) & 15)) & 1) << 7;
 }
 
-static __device__ const uint16_t rfk_grid_iq2_xxs[256] = {RF_GRID_IQ2_XXS}, rfk_grid_iq2_xs[512] = {RF_GRID_IQ2_XS},
-                                 rfk_grid_iq2_s[1024] = {RF_GRID_IQ2_S}, rfk_grid_iq1[2048] = {RF_GRID_IQ1},
-                                 rfk_grid_iq3_xxs[256] = {RF_GRID_IQ3_XXS}, rfk_grid_iq3_s[512] = {RF_GRID_IQ3_S};
+#define RFK_CODES(v) v,
+static __device__ const uint16_t rfk_grid_iq2_xxs[256] = {RF_GRID_IQ2_XXS(RFK_CODES)},
+                                 rfk_grid_iq2_xs[512] = {RF_GRID_IQ2_XS(RFK_CODES)},
+                                 rfk_grid_iq2_s[1024] = {RF_GRID_IQ2_S(RFK_CODES)},
+                                 rfk_grid_iq1[2048] = {RF_GRID_IQ1(RFK_CODES)},
+                                 rfk_grid_iq3_xxs[256] = {RF_GRID_IQ3_XXS(RFK_CODES)},
+                                 rfk_grid_iq3_s[512] = {RF_GRID_IQ3_S(RFK_CODES)};
+#undef RFK_CODES
 
 /* The grid of a type: ENTRIES of WORDS with four values each, without their signs. */
 template <int TYPE> struct rfk_grid {

@@ -16,9 +16,11 @@ static double half_value(uint16_t h) {
 static uint16_t rd16(const uint8_t *p) { return (uint16_t)(p[0] | p[1] << 8); }
 
 /* The grids' codes as values: `bits` each, the first weight's the lowest. */
-static const uint16_t grid_iq2_xxs[256] = {RF_GRID_IQ2_XXS}, grid_iq2_xs[512] = {RF_GRID_IQ2_XS},
-                      grid_iq2_s[1024] = {RF_GRID_IQ2_S}, grid_iq1[2048] = {RF_GRID_IQ1},
-                      grid_iq3_xxs[256] = {RF_GRID_IQ3_XXS}, grid_iq3_s[512] = {RF_GRID_IQ3_S};
+#define CODES(v) v,
+static const uint16_t grid_iq2_xxs[256] = {RF_GRID_IQ2_XXS(CODES)}, grid_iq2_xs[512] = {RF_GRID_IQ2_XS(CODES)},
+                      grid_iq2_s[1024] = {RF_GRID_IQ2_S(CODES)}, grid_iq1[2048] = {RF_GRID_IQ1(CODES)},
+                      grid_iq3_xxs[256] = {RF_GRID_IQ3_XXS(CODES)}, grid_iq3_s[512] = {RF_GRID_IQ3_S(CODES)};
+#undef CODES
 static int grid2(uint32_t entry, int k) { static const int v[] = {8, 25, 43, 0}; return v[entry >> (2 * k) & 3]; }
 static int grid3_xxs(uint32_t entry, int k) {
     static const int v[] = {4, 12, 20, 28, 36, 44, 52, 62};

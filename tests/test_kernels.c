@@ -143,19 +143,30 @@ static void test_dequantize_random(void) {
     }
 }
 
-/* Each list of runs in full, of which test_zoo.sh's packed blocks leave gaps: sorted, and a digest of all digits. */
-static void test_run_lists(void) {
-    static const struct { const uint16_t *run; uint32_t n, digits, bits; uint64_t digest; } lists[] = {
-        {rfi_iq2_xxs_runs, 256, 8, 2, 0xab05d880babe6823u}, {rfi_iq2_xs_runs, 512, 8, 2, 0x6853eeeddb7ea013u}, {rfi_iq2_s_runs, 1024, 8, 2, 0x2c1955b62f3d75bdu},
-        {rfi_iq1_runs, 2048, 8, 2, 0xec28b6368f0c62e0u},    {rfi_iq3_xxs_runs, 256, 4, 3, 0xe94d0633d4024cd5u}, {rfi_iq3_s_runs, 512, 4, 3, 0x5d10ecbdf51ec43bu}};
+#define CODES_OF(v) v,
+/* Each grid in full, of which test_zoo.sh's packed blocks leave gaps: sorted, a digest of all codes, and their values. */
+static void test_grids(void) {
+    static const uint16_t iq2_xxs[] = {RF_GRID_IQ2_XXS(CODES_OF)}, iq2_xs[] = {RF_GRID_IQ2_XS(CODES_OF)}, iq2_s[] = {RF_GRID_IQ2_S(CODES_OF)},
+                          iq1[] = {RF_GRID_IQ1(CODES_OF)}, iq3_xxs[] = {RF_GRID_IQ3_XXS(CODES_OF)}, iq3_s[] = {RF_GRID_IQ3_S(CODES_OF)};
+    static const uint8_t of_iq2[] = {8, 25, 43}, of_iq1[] = {1, 9, 17}, of_iq3_xxs[] = {4, 12, 20, 28, 36, 44, 52, 62}, of_iq3_s[] = {1, 3, 5, 7, 9, 11, 13, 15};
+    static const struct { const uint16_t *codes; uint32_t n, each, bits; uint64_t digest; const uint8_t *value; const void *grid; } lists[] = {
+        {iq2_xxs, 256, 8, 2, 0xab05d880babe6823u, of_iq2, rfi_iq2_xxs_grid}, {iq2_xs, 512, 8, 2, 0x6853eeeddb7ea013u, of_iq2, rfi_iq2_xs_grid},
+        {iq2_s, 1024, 8, 2, 0x2c1955b62f3d75bdu, of_iq2, rfi_iq2_s_grid},    {iq1, 2048, 8, 2, 0xec28b6368f0c62e0u, of_iq1, rfi_iq1_grid},
+        {iq3_xxs, 256, 4, 3, 0xe94d0633d4024cd5u, of_iq3_xxs, rfi_iq3_xxs_grid}, {iq3_s, 512, 4, 3, 0x5d10ecbdf51ec43bu, of_iq3_s, rfi_iq3_s_grid}};
     for (size_t t = 0; t < RFI_COUNT(lists); t++) {
-        uint64_t digest = 0xcbf29ce484222325u; /* FNV-1a over the digits */
+        uint64_t digest = 0xcbf29ce484222325u; /* FNV-1a over the codes */
+        uint32_t wrong = 0;
         for (uint32_t i = 0; i < lists[t].n; i++) {
-            CHECK(i == 0 || lists[t].run[i] > lists[t].run[i - 1], "list %zu is not sorted at %u", t, i);
-            for (uint32_t d = 0; d < lists[t].digits; d++)
-                digest = (digest ^ (lists[t].run[i] >> d * lists[t].bits & ((1u << lists[t].bits) - 1))) * 0x100000001b3u;
+            CHECK(i == 0 || lists[t].codes[i] > lists[t].codes[i - 1], "list %zu is not sorted at %u", t, i);
+            const uint64_t group = lists[t].each == 8 ? ((const uint64_t *)lists[t].grid)[i] : ((const uint32_t *)lists[t].grid)[i];
+            for (uint32_t d = 0; d < lists[t].each; d++) {
+                const uint32_t code = lists[t].codes[i] >> d * lists[t].bits & ((1u << lists[t].bits) - 1);
+                digest = (digest ^ code) * 0x100000001b3u;
+                wrong += (group >> 8 * d & 255) != lists[t].value[code];
+            }
         }
         CHECK(digest == lists[t].digest, "list %zu: digest %llx", t, (unsigned long long)digest);
+        CHECK(wrong == 0, "list %zu: %u values wrong", t, (unsigned)wrong);
     }
 }
 
@@ -696,7 +707,7 @@ int main(int argc, char **argv) {
     RUN(test_types);
     RUN(test_dequantize_arguments);
     RUN(test_dequantize_random);
-    RUN(test_run_lists);
+    RUN(test_grids);
     RUN(test_f16);
     RUN(test_bf16);
     RUN(test_find);
