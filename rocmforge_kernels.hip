@@ -296,6 +296,9 @@ RFK_DEVICE float rfk_fma(float a, float b, float c) {
 
 /* Sum over the wave, in every lane, added in the same order in every lane: adjacent lanes first. */
 template <int WAVE, class T> RFK_DEVICE T rfk_wave_sum(T v) {
+#if defined(ROCMFORGE_HIP_EMU)
+    if (hip_emu_joins_at_once()) return hip_emu_wave_sum(v, WAVE);
+#endif
     for (int mask = 1; mask < WAVE; mask *= 2) v += rfk_shuffle_xor<WAVE>(v, mask);
     return v;
 }
@@ -314,6 +317,9 @@ template <int WAVE> RFK_DEVICE void rfk_sync_lanes() {
 
 /* Maximum over the wave, in every lane. */
 template <int WAVE> RFK_DEVICE float rfk_wave_max(float v) {
+#if defined(ROCMFORGE_HIP_EMU)
+    if (hip_emu_joins_at_once()) return hip_emu_wave_max(v, WAVE);
+#endif
     for (int mask = WAVE / 2; mask > 0; mask /= 2) v = fmaxf(v, rfk_shuffle_xor<WAVE>(v, mask));
     return v;
 }
@@ -321,6 +327,9 @@ template <int WAVE> RFK_DEVICE uint32_t rfk_wave_max(uint32_t v) {
 #if defined(RFK_SM80)
     return __reduce_max_sync(0xffffffffu, v);
 #else
+#if defined(ROCMFORGE_HIP_EMU)
+    if (hip_emu_joins_at_once()) return hip_emu_wave_max(v, WAVE);
+#endif
     for (int mask = WAVE / 2; mask > 0; mask /= 2) {
         const uint32_t other = rfk_shuffle_xor<WAVE>(v, mask);
         v = other > v ? other : v;
@@ -432,6 +441,13 @@ RFK_DEVICE void rfk_wait_previous() {
 #endif
     rfk_start_next();
 }
+
+/* Whether there may be clusters. */
+#if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
+#define RFK_HAS_CLUSTERS 1
+#else
+#define RFK_HAS_CLUSTERS 0
+#endif
 
 /* Blocks of a cluster: what each wrote to shared memory before it arrived, the others read after their wait. */
 RFK_DEVICE void rfk_arrive_at_cluster() {
@@ -11605,8 +11621,9 @@ RFK_DEVICE rfk_decode_output rfk_decode_output_of(const rfk_decode_attention_arg
                                                   float *shared) {
     const rfk_decode_heads heads = rfk_decode_heads_of(a);
     const size_t part = (size_t)(share.slot * a.n_heads + heads.first * share.most) * (a.head_dim + 4);
-    const rfk_decode_output to = {a.out + (size_t)share.row * a.out_stride, a.is_cluster ? shared : a.part + part, a.x8,
-                                  a.few, share.row, heads.first, heads.n, a.n_heads, a.head_dim, a.is_cluster};
+    const uint32_t is_cluster = RFK_HAS_CLUSTERS ? a.is_cluster : 0;
+    const rfk_decode_output to = {a.out + (size_t)share.row * a.out_stride, is_cluster ? shared : a.part + part, a.x8,
+                                  a.few, share.row, heads.first, heads.n, a.n_heads, a.head_dim, is_cluster};
     return to;
 }
 
