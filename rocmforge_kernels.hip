@@ -296,6 +296,9 @@ RFK_DEVICE float rfk_fma(float a, float b, float c) {
 
 /* Sum over the wave, in every lane, added in the same order in every lane: adjacent lanes first. */
 template <int WAVE, class T> RFK_DEVICE T rfk_wave_sum(T v) {
+#if defined(ROCMFORGE_HIP_EMU)
+    if (hip_emu_joins_at_once()) return hip_emu_wave_sum(v, WAVE);
+#endif
     for (int mask = 1; mask < WAVE; mask *= 2) v += rfk_shuffle_xor<WAVE>(v, mask);
     return v;
 }
@@ -314,6 +317,9 @@ template <int WAVE> RFK_DEVICE void rfk_sync_lanes() {
 
 /* Maximum over the wave, in every lane. */
 template <int WAVE> RFK_DEVICE float rfk_wave_max(float v) {
+#if defined(ROCMFORGE_HIP_EMU)
+    if (hip_emu_joins_at_once()) return hip_emu_wave_max(v, WAVE);
+#endif
     for (int mask = WAVE / 2; mask > 0; mask /= 2) v = fmaxf(v, rfk_shuffle_xor<WAVE>(v, mask));
     return v;
 }
@@ -321,6 +327,9 @@ template <int WAVE> RFK_DEVICE uint32_t rfk_wave_max(uint32_t v) {
 #if defined(RFK_SM80)
     return __reduce_max_sync(0xffffffffu, v);
 #else
+#if defined(ROCMFORGE_HIP_EMU)
+    if (hip_emu_joins_at_once()) return hip_emu_wave_max(v, WAVE);
+#endif
     for (int mask = WAVE / 2; mask > 0; mask /= 2) {
         const uint32_t other = rfk_shuffle_xor<WAVE>(v, mask);
         v = other > v ? other : v;
@@ -432,6 +441,13 @@ RFK_DEVICE void rfk_wait_previous() {
 #endif
     rfk_start_next();
 }
+
+/* Whether there may be clusters. */
+#if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
+#define RFK_HAS_CLUSTERS 1
+#else
+#define RFK_HAS_CLUSTERS 0
+#endif
 
 /* Blocks of a cluster: what each wrote to shared memory before it arrived, the others read after their wait. */
 RFK_DEVICE void rfk_arrive_at_cluster() {
@@ -1718,22 +1734,33 @@ template <int WAVE> RFK_DEVICE void rfk_quantize_chunk(const float *x, rfk_int8_
     to.other = rfk_shuffle_xor<WAVE>(to.sum, 1);
 }
 
-/* Quantize values 4i .. 4i + 3 of a row of n; eight threads share a group. All lanes of the wave must take part;
- * `inside`: i < n / 4. */
+/* Four values of a lane, quantized; eight threads share a group. All lanes of the wave must take part. */
+struct rfk_int8_four {
+    float d;
+    int packed, sum, other; /* sum of the lane's half of the group, and of the other */
+};
+template <int WAVE> RFK_DEVICE rfk_int8_four rfk_quantize_of(const float *x) {
+    rfk_int8_four o;
+    o.packed = rfk_quantize_lane<WAVE>(x, &o.d, &o.sum);
+    o.other = rfk_shuffle_xor<WAVE>(o.sum, 4);
+    return o;
+}
+RFK_DEVICE void rfk_put_int8(const rfk_int8_rows &to, size_t row, uint32_t n, uint32_t i, const rfk_int8_four &v) {
+    to.q[row * (n / 4) + i] = v.packed;
+    if (i % 8 == 0) {
+        rfk_group g;
+        g.d = v.d;
+        g.sum[0] = (int16_t)v.sum;
+        g.sum[1] = (int16_t)v.other;
+        to.group[row * (n / 32) + i / 8] = g;
+    }
+}
+/* Quantize values 4i .. 4i + 3 of a row of n; `inside`: i < n / 4. */
 template <int WAVE>
 RFK_DEVICE void rfk_quantize4(const rfk_int8_rows &to, size_t row, uint32_t n, uint32_t i, const float *x,
                               bool inside) {
-    float d;
-    int sum, packed = rfk_quantize_lane<WAVE>(x, &d, &sum), other = rfk_shuffle_xor<WAVE>(sum, 4);
-    if (!inside) return;
-    to.q[row * (n / 4) + i] = packed;
-    if (i % 8 == 0) {
-        rfk_group g;
-        g.d = d;
-        g.sum[0] = (int16_t)sum;
-        g.sum[1] = (int16_t)other;
-        to.group[row * (n / 32) + i / 8] = g;
-    }
+    const rfk_int8_four v = rfk_quantize_of<WAVE>(x);
+    if (inside) rfk_put_int8(to, row, n, i, v);
 }
 
 /* Where rfk_matmul_narrow wants value k of a row's vector, which is even, and the next:
@@ -2157,7 +2184,7 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_glu(rfk_gl
     rfk_wait_previous();
     const uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
     const float factor = a.factor && !a.divides ? rfk_load_any(a.factor, a.factor_type, 0) : 1.0f;
-    float gate[4], up[4] = {1, 1, 1, 1}, x[4];
+    float gate[4], up[4] = {1, 1, 1, 1}, x[4] = {0, 0, 0, 0};
     rfk_get4(a.gate + (size_t)blockIdx.y * a.gate_stride, i, a.n, gate);
     if (a.up && a.repeat > 1)
         for (uint32_t k = 0; k < 4 && 4 * i + k < a.n; k++)
@@ -2165,8 +2192,15 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_glu(rfk_gl
     else if (a.up) rfk_get4(a.up + (size_t)blockIdx.y * a.up_stride, i, a.n, up);
     if (a.activation == RF_ACT_SILU) /* nearly all models: no branch for each value */
         for (uint32_t k = 0; k < 4; k++) x[k] = rfk_activate(RF_ACT_SILU, gate[k]) * up[k] * factor;
-    else
-        for (uint32_t k = 0; k < 4; k++) x[k] = rfk_glu_value(a, gate[k], up[k], factor);
+    else {
+        RFK_UNROLL(1)
+        for (uint32_t k = 0; k < 4; k++) { /* each value in its turn: one copy of all activations */
+            const float y = rfk_glu_value(a, gate[0], up[0], factor);
+            gate[0] = gate[1], gate[1] = gate[2], gate[2] = gate[3];
+            up[0] = up[1], up[1] = up[2], up[2] = up[3];
+            x[0] = x[1], x[1] = x[2], x[2] = x[3], x[3] = y;
+        }
+    }
     for (uint32_t k = 0; a.divides && k < 4 && 4 * i + k < a.n; k++)
         x[k] /= rfk_load_any(a.factor, a.factor_type, 4 * i + k);
     if (a.out) rfk_set4(a.out + (size_t)blockIdx.y * a.out_stride, i, a.n, x);
@@ -2507,12 +2541,17 @@ struct rfk_route_args {
     float scale;
 };
 RFK_CALLED float rfk_sqrt_softplus(float x) { return sqrtf(x > 20.0f ? x : log1pf(expf(x))); }
-/* What N logits become before softmax's sum divides them. No branch stands between the values: their latencies
- * overlap. */
+/* What N logits become before softmax's sum divides them. No branch stands between the values, so that their latencies
+ * overlap, but for those that are long: they take turns in one copy. */
 template <int N> RFK_DEVICE void rfk_route_values(uint32_t flags, float *x, float top) {
     if (flags & RF_OP_SQRT_SOFTPLUS) {
-        RFK_UNROLL(8)
-        for (int j = 0; j < N; j++) x[j] = rfk_sqrt_softplus(x[j]);
+        RFK_UNROLL(1)
+        for (int turn = 0; turn < N; turn++) {
+            const float y = rfk_sqrt_softplus(x[0]);
+            RFK_UNROLL(8)
+            for (int j = 0; j < N - 1; j++) x[j] = x[j + 1];
+            x[N - 1] = y;
+        }
         return;
     }
     const bool sigmoid = (flags & RF_OP_SIGMOID) != 0;
@@ -3544,7 +3583,11 @@ RFK_CALLED float4 rfk_epilogue_rare(rfk_rare of, uint32_t row, float4 x) {
         if (of.factor) v[k] = rfk_mul(v[k], rfk_load_any(of.factor, of.factor_type, 0));
         if (of.bias && row + k < of.n_out) v[k] += rfk_load_any(of.bias, of.bias_type, row + k);
         v[k] = rfk_mul(v[k], of.scale);
-        if (of.softcap != 0) v[k] = rfk_capped(v[k], of.softcap);
+    }
+    RFK_UNROLL(1)
+    for (int k = 0; k < 4 && of.softcap != 0; k++) { /* each value in its turn: one copy of tanhf */
+        const float capped = rfk_capped(v[0], of.softcap);
+        v[0] = v[1], v[1] = v[2], v[2] = v[3], v[3] = capped;
     }
     x.x = v[0], x.y = v[1], x.z = v[2], x.w = v[3];
     return x;
@@ -6616,26 +6659,27 @@ RFK_DEVICE float *rfk_few_sum(const rfk_few_columns &x) { return rfk_few_d(x) + 
 /* [column][n / 32]: sums of squares of a deferred norm. */
 RFK_DEVICE float *rfk_few_squares(const rfk_few_columns &x) { return rfk_few_d(x) + x.capacity / 8; }
 
+RFK_DEVICE void rfk_few_put4(const rfk_few_columns &to, uint32_t n, uint32_t col, uint32_t i, const rfk_int8_four &v) {
+    const uint32_t c = col % RFK_FEW_ROWS;
+    const size_t tile = col / RFK_FEW_ROWS, piece = tile * n + i / 4 * RFK_FEW_ROWS + c,
+                 group = tile * (n / 2) + i / 8 * RFK_FEW_ROWS + c;
+    reinterpret_cast<int *>(to.q + piece)[i % 4] = v.packed;
+    if (i % 4 == 0) rfk_few_sum(to)[piece] = (float)v.sum;
+    if (i % 8 == 0) rfk_few_d(to)[group] = v.d, rfk_few_e(to)[group] = v.d * (float)(v.sum + v.other);
+}
 /* Quantize values 4i .. 4i + 3 of a column of n, x, a group of 32 in eight adjacent lanes. norm: their weights if it is
  * to be a deferred norm, or NULL. All lanes of the wave take part. */
 template <int WAVE>
 RFK_DEVICE void rfk_few_put(const rfk_few_columns &to, uint32_t n, uint32_t col, uint32_t i, float (&x)[4],
                             const float *norm, bool inside) {
-    const uint32_t c = col % RFK_FEW_ROWS;
-    const size_t tile = col / RFK_FEW_ROWS;
-    float d;
     if (norm) {
         const float squares = rfk_group_squares<WAVE>(x);
         if (inside && i % 8 == 0) rfk_few_squares(to)[(size_t)col * (n / 32) + i / 8] = squares;
         RFK_UNROLL(4)
         for (int k = 0; k < 4; k++) x[k] *= norm[k];
     }
-    int sum, packed = rfk_quantize_lane<WAVE>(x, &d, &sum), other = rfk_shuffle_xor<WAVE>(sum, 4);
-    if (!inside) return;
-    const size_t piece = tile * n + i / 4 * RFK_FEW_ROWS + c, group = tile * (n / 2) + i / 8 * RFK_FEW_ROWS + c;
-    reinterpret_cast<int *>(to.q + piece)[i % 4] = packed;
-    if (i % 4 == 0) rfk_few_sum(to)[piece] = (float)sum;
-    if (i % 8 == 0) rfk_few_d(to)[group] = d, rfk_few_e(to)[group] = d * (float)(sum + other);
+    const rfk_int8_four v = rfk_quantize_of<WAVE>(x);
+    if (inside) rfk_few_put4(to, n, col, i, v);
 }
 
 /* Quantize columns, behind a post-norm and as a deferred norm if there are such.
@@ -11610,8 +11654,9 @@ RFK_DEVICE rfk_decode_output rfk_decode_output_of(const rfk_decode_attention_arg
                                                   float *shared) {
     const rfk_decode_heads heads = rfk_decode_heads_of(a);
     const size_t part = (size_t)(share.slot * a.n_heads + heads.first * share.most) * (a.head_dim + 4);
-    const rfk_decode_output to = {a.out + (size_t)share.row * a.out_stride, a.is_cluster ? shared : a.part + part, a.x8,
-                                  a.few, share.row, heads.first, heads.n, a.n_heads, a.head_dim, a.is_cluster};
+    const uint32_t is_cluster = RFK_HAS_CLUSTERS ? a.is_cluster : 0;
+    const rfk_decode_output to = {a.out + (size_t)share.row * a.out_stride, is_cluster ? shared : a.part + part, a.x8,
+                                  a.few, share.row, heads.first, heads.n, a.n_heads, a.head_dim, is_cluster};
     return to;
 }
 
@@ -11622,8 +11667,10 @@ RFK_CALLED void rfk_decode_out(rfk_decode_output to, uint32_t query, uint32_t c,
     float x[4] = {four.x, four.y, four.z, four.w};
     const uint32_t i = (to.first + query) * (to.head_dim / 4) + c;
     if (inside) reinterpret_cast<float4 *>(to.out)[i] = four;
-    if (to.x8.q) rfk_quantize4<WAVE>(to.x8, 0, to.n_heads * to.head_dim, i, x, inside);
-    if (to.few.q) rfk_few_put<WAVE>(to.few, to.n_heads * to.head_dim, to.row, i, x, NULL, inside);
+    if (!to.x8.q && !to.few.q) return;
+    const rfk_int8_four v = rfk_quantize_of<WAVE>(x);
+    if (inside && to.x8.q) rfk_put_int8(to.x8, 0, to.n_heads * to.head_dim, i, v);
+    if (inside && to.few.q) rfk_few_put4(to.few, to.n_heads * to.head_dim, to.row, i, v);
 }
 
 /* Where split y leaves its weighted sums, [query][head_dim], and after them each query's maximum and sum of weights. */

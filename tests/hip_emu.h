@@ -290,12 +290,13 @@ struct hip_emu_machine {
     hip_emu_fiber *self;
     dim3 grid, block, index;
     unsigned wave, n_threads, n_finished, arrived, idle; /* wave: its lanes */
+    uint64_t launch;      /* its number */
     bool rests, others_ran; /* hip_emu_wait */
     hip_emu_cluster *cluster;           /* null: the block is alone */
     unsigned rank, arriving, arrivals;  /* in the cluster; threads at its barrier, and how often all have been there */
     const std::function<void()> *body;
 
-    hip_emu_machine() : main_sp(nullptr), dynamic_bytes(0), self(nullptr), wave(0), n_threads(0), n_finished(0), arrived(0), idle(0), rests(false), others_ran(false), cluster(nullptr), rank(0), arriving(0), arrivals(0), body(nullptr) {
+    hip_emu_machine() : main_sp(nullptr), dynamic_bytes(0), self(nullptr), wave(0), n_threads(0), n_finished(0), arrived(0), idle(0), launch(0), rests(false), others_ran(false), cluster(nullptr), rank(0), arriving(0), arrivals(0), body(nullptr) {
         ready.first = waiting.first = nullptr;
         for (unsigned i = 0; i < 16; i++) named[i].arrived = 0, named[i].waiting.first = nullptr;
         fibers.reserve(hip_emu_max_threads);
@@ -398,6 +399,37 @@ HIP_EMU_UNCHECKED static inline const uint64_t *hip_emu_exchange(uint64_t value,
     all[f->lane] = value;
     hip_emu_meet(kind);
     return all;
+}
+
+/* Whether sums and maxima of a wave are made at once, by the last lane to arrive, in the order of the shuffles that they stand
+ * for, which take several times as long: in three launches of four. In the others they are these shuffles. */
+HIP_EMU_UNCHECKED static inline bool hip_emu_joins_at_once() { return hip_emu_here->launch % 4 != 0; }
+template <class T> struct hip_emu_plus { static T of(T a, T b) { return a + b; } };
+template <class T> struct hip_emu_largest { static T of(T a, T b) { return a > b ? a : b; } };
+template <> inline float hip_emu_largest<float>::of(float a, float b) { return fmaxf(a, b); }
+template <class JOIN, class T> HIP_EMU_UNCHECKED static T hip_emu_join(T v, unsigned width, unsigned kind) {
+    hip_emu_fiber *f = hip_emu_here->self;
+    hip_emu_wave *w = f->wave;
+    uint64_t *all = w->value[w->round & 1];
+    const unsigned n = w->size;
+    if (n != width) hip_emu_die("a shuffle reads a lane that is not there");
+    memcpy(&all[f->lane], &v, sizeof v);
+    if (w->arrived == n - 1) {
+        T join[64];
+        for (unsigned i = 0; i < n; i++) memcpy(&join[i], &all[i], sizeof v);
+        for (unsigned left = n / 2; left > 0; left /= 2)
+            for (unsigned i = 0; i < left; i++) join[i] = JOIN::of(join[2 * i], join[2 * i + 1]);
+        memcpy(&all[0], &join[0], sizeof v);
+    }
+    hip_emu_meet(kind);
+    memcpy(&v, &all[0], sizeof v);
+    return v;
+}
+template <class T> static inline T hip_emu_wave_sum(T v, unsigned wave) {
+    return hip_emu_join<hip_emu_plus<T>, T>(v, wave, 0x30000u);
+}
+template <class T> static inline T hip_emu_wave_max(T v, unsigned wave) {
+    return hip_emu_join<hip_emu_largest<T>, T>(v, wave, 0x40000u);
 }
 
 template <class T> HIP_EMU_UNCHECKED static T __shfl_xor(T v, int mask, int width) {
@@ -1521,6 +1553,7 @@ static std::unique_ptr<hip_emu_machine> hip_emu_begin(const hip_emu_machine &lik
     const unsigned n = like.n_threads;
     const unsigned step = hip_emu_step(n, launch), first = launch % 3 == 1 ? n - 1 : 0;
     m->grid = like.grid;
+    m->launch = launch;
     m->index = index;
     m->dynamic_bytes = like.dynamic_bytes;
     m->body = like.body;
