@@ -2184,7 +2184,7 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_glu(rfk_gl
     rfk_wait_previous();
     const uint32_t i = blockIdx.x * RFK_BLOCK + threadIdx.x;
     const float factor = a.factor && !a.divides ? rfk_load_any(a.factor, a.factor_type, 0) : 1.0f;
-    float gate[4], up[4] = {1, 1, 1, 1}, x[4] = {0, 0, 0, 0};
+    float gate[4], up[4] = {1, 1, 1, 1}, x[4];
     rfk_get4(a.gate + (size_t)blockIdx.y * a.gate_stride, i, a.n, gate);
     if (a.up && a.repeat > 1)
         for (uint32_t k = 0; k < 4 && 4 * i + k < a.n; k++)
@@ -2192,15 +2192,8 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_glu(rfk_gl
     else if (a.up) rfk_get4(a.up + (size_t)blockIdx.y * a.up_stride, i, a.n, up);
     if (a.activation == RF_ACT_SILU) /* nearly all models: no branch for each value */
         for (uint32_t k = 0; k < 4; k++) x[k] = rfk_activate(RF_ACT_SILU, gate[k]) * up[k] * factor;
-    else {
-        RFK_UNROLL(1)
-        for (uint32_t k = 0; k < 4; k++) { /* each value in its turn: one copy of all activations */
-            const float y = rfk_glu_value(a, gate[0], up[0], factor);
-            gate[0] = gate[1], gate[1] = gate[2], gate[2] = gate[3];
-            up[0] = up[1], up[1] = up[2], up[2] = up[3];
-            x[0] = x[1], x[1] = x[2], x[2] = x[3], x[3] = y;
-        }
-    }
+    else
+        for (uint32_t k = 0; k < 4; k++) x[k] = rfk_glu_value(a, gate[k], up[k], factor);
     for (uint32_t k = 0; a.divides && k < 4 && 4 * i + k < a.n; k++)
         x[k] /= rfk_load_any(a.factor, a.factor_type, 4 * i + k);
     if (a.out) rfk_set4(a.out + (size_t)blockIdx.y * a.out_stride, i, a.n, x);
