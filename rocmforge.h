@@ -5187,7 +5187,7 @@ RFI_INLINE void rfi_expand_iq2_xxs(rfi_runs_fn runs, const rfi_block_iq2_xxs *b,
     r.d = rfi_load_f16(b->d);
     RFI_UNROLL(32)
     for (uint32_t i = 0; i < 32; i++) r.run[i] = rfi_iq2_xxs_grid[b->group[i >> 2].q[i & 3]];
-    r.signs = b->group[0].q;
+    r.signs = (const uint8_t *)b->group;
     runs(RF_TYPE_IQ2_XXS, &r, q, s);
 }
 
@@ -5261,6 +5261,35 @@ RFI_INLINE void rfi_expand_iq1_m(rfi_runs_fn runs, const rfi_block_iq1_m *b, int
         down[i] = (uint8_t)(0u - (h >> 3 & 1));
     }
     runs(RF_TYPE_IQ1_M, &r, q, s);
+}
+
+/* The parts of a block of a type with a grid: the places of its groups, low bytes and other bits; signs as they are
+ * stored, NULL in IQ1; scales; d, a half. type is a constant. */
+typedef struct rfi_grid_block {
+    const void *grid;
+    const uint8_t *low, *high, *signs, *scales;
+    uint16_t d;
+} rfi_grid_block;
+RFI_INLINE rfi_grid_block rfi_grid_block_of(uint32_t type, const uint8_t *p) {
+    const rfi_block_iq2_xs *iq2_xs = (const rfi_block_iq2_xs *)p;
+    const rfi_block_iq2_s *iq2_s = (const rfi_block_iq2_s *)p;
+    const rfi_block_iq3_xxs *iq3_xxs = (const rfi_block_iq3_xxs *)p;
+    const rfi_block_iq3_s *iq3_s = (const rfi_block_iq3_s *)p;
+    const rfi_block_iq1_s *iq1_s = (const rfi_block_iq1_s *)p;
+    const rfi_block_iq1_m *iq1_m = (const rfi_block_iq1_m *)p;
+    const uint16_t d = rfi_load_u16(p);
+    switch (type) {
+    case RF_TYPE_IQ2_XXS: return (rfi_grid_block){rfi_iq2_xxs_grid, p + 2, NULL, p + 2, NULL, d};
+    case RF_TYPE_IQ2_XS: return (rfi_grid_block){rfi_iq2_xs_grid, iq2_xs->q, NULL, iq2_xs->q, iq2_xs->scales, d};
+    case RF_TYPE_IQ2_S:
+        return (rfi_grid_block){rfi_iq2_s_grid, iq2_s->q, iq2_s->high, iq2_s->signs, iq2_s->scales, d};
+    case RF_TYPE_IQ3_XXS: return (rfi_grid_block){rfi_iq3_xxs_grid, iq3_xxs->q, NULL, iq3_xxs->signs, NULL, d};
+    case RF_TYPE_IQ3_S:
+        return (rfi_grid_block){rfi_iq3_s_grid, iq3_s->q, iq3_s->high, iq3_s->signs, iq3_s->scales, d};
+    case RF_TYPE_IQ1_S: return (rfi_grid_block){rfi_iq1_grid, iq1_s->q, iq1_s->high, NULL, iq1_s->high, d};
+    default:
+        return (rfi_grid_block){rfi_iq1_grid, iq1_m->q, iq1_m->high, NULL, iq1_m->scales, rfi_iq1_m_half(iq1_m)};
+    }
 }
 
 /* Digits of base 3, n of them, of bytes that hold fractions: the first of all bytes, the second of all bytes .. */
@@ -13112,8 +13141,9 @@ RFI_INLINE RFI_256 void rfi_256_eight_scales(uint32_t type, __m256i k, float d, 
     _mm256_storeu_ps(s, v);
 }
 
-RFI_INLINE RFI_256 void rfi_256_runs_scales(uint32_t type, const uint8_t *raw, const uint8_t *scales, float d,
-                                            float *s) {
+RFI_INLINE RFI_256 void rfi_256_runs_scales(uint32_t type, const rfi_grid_block *b, float *s) {
+    const uint8_t *raw = b->signs, *scales = b->scales;
+    const float d = _cvtsh_ss(b->d);
     if (type == RF_TYPE_IQ2_XXS || type == RF_TYPE_IQ3_XXS) {
         const __m256i v = type == RF_TYPE_IQ3_XXS ? rfi_256_load(raw) : rfi_256_odd(raw);
         rfi_256_eight_scales(type, _mm256_srli_epi32(v, 28), d, s);
@@ -13123,8 +13153,9 @@ RFI_INLINE RFI_256 void rfi_256_runs_scales(uint32_t type, const uint8_t *raw, c
     } else if (type == RF_TYPE_IQ1_M) {
         RFI_UNROLL(2)
         for (int i = 0; i < 2; i++) {
-            const int a = rfi_load_u16(scales + 4 * i), b = rfi_load_u16(scales + 4 * i + 2);
-            const __m256i v = _mm256_srlv_epi32(_mm256_set_m128i(_mm_set1_epi32(b), _mm_set1_epi32(a)),
+            const __m128i first = _mm_set1_epi32(rfi_load_u16(scales + 4 * i)),
+                          second = _mm_set1_epi32(rfi_load_u16(scales + 4 * i + 2));
+            const __m256i v = _mm256_srlv_epi32(_mm256_set_m128i(second, first),
                                                 _mm256_set_epi32(9, 6, 3, 0, 9, 6, 3, 0));
             rfi_256_eight_scales(type, _mm256_and_si256(v, _mm256_set1_epi32(7)), d, s + 8 * i);
         }
@@ -13186,20 +13217,21 @@ RFI_INLINE RFI_256 __m256i rfi_256_sixteen_places(uint32_t type, int i, const ui
     return _mm256_or_si256(v, _mm256_and_si256(h, _mm256_set1_epi16(0x700)));
 }
 
-/* raw: the signs as they are stored; NULL in IQ1. */
-RFI_INLINE RFI_256 void rfi_256_places(uint32_t type, const uint8_t *q, const uint8_t *high, const uint8_t *raw,
-                                       rfi_places *o) {
+RFI_INLINE RFI_256 void rfi_256_places(uint32_t type, const rfi_grid_block *b, rfi_places *o) {
+    const uint8_t *low = b->low;
+    uint8_t even[32];
     __m256i down[4];
+    if (type == RF_TYPE_IQ2_XXS) low = rfi_256_even(b->low, even);
     RFI_UNROLL(4)
     for (int i = 0; i < 4; i++) {
         if (i == 2 && !rfi_runs_are_iq3(type)) break;
-        o->at[i] = type == RF_TYPE_IQ2_XS ? _mm256_and_si256(rfi_256_load(q + 32 * i), _mm256_set1_epi16(511))
-                                          : rfi_256_sixteen_places(type, i, q, high, &down[i]);
+        o->at[i] = type == RF_TYPE_IQ2_XS ? _mm256_and_si256(rfi_256_load(low + 32 * i), _mm256_set1_epi16(511))
+                                          : rfi_256_sixteen_places(type, i, low, b->high, &down[i]);
     }
     if (rfi_runs_are_iq1(type))
         rfi_256_store(o->signs, _mm256_permute4x64_epi64(_mm256_packs_epi16(down[0], down[1]), 0xd8));
-    else if (rfi_runs_have_parity(type)) rfi_256_all_signs(type, raw, o->signs);
-    else rfi_256_store(o->signs, rfi_256_load(raw));
+    else if (rfi_runs_have_parity(type)) rfi_256_all_signs(type, b->signs, o->signs);
+    else rfi_256_store(o->signs, rfi_256_load(b->signs));
 }
 
 /* The block's values. Groups of eight bytes are copied one by one: faster than gathers, which older processors make
@@ -13228,31 +13260,20 @@ RFI_INLINE RFI_256 void rfi_256_of_grid(uint32_t type, const void *grid, const r
 }
 
 /* Expanders of the types with grids, on the instruction set `isa`. */
-#define RFI_GRID_EXPANDER(isa, TARGET, TYPE, block, grid, low, high, raw, scales, half)                               \
-    static TARGET void rfi_##isa##_expand_##TYPE(const uint8_t *bytes, uint32_t n_blocks, rfi_expanded *e) {          \
-        const block *b = (const block *)bytes;                                                                        \
-        rfi_places p;                                                                                                 \
-        uint8_t even[32]; /* low bytes of IQ2_XXS */                                                                  \
-        RFI_UNUSED(n_blocks), RFI_UNUSED(even);                                                                       \
-        rfi_256_places(RF_TYPE_##TYPE, low, high, raw, &p);                                                           \
-        rfi_256_runs_scales(RF_TYPE_##TYPE, raw, scales, _cvtsh_ss(half), e->s);                                      \
-        rfi_##isa##_of_grid(RF_TYPE_##TYPE, grid, &p, e->q);                                                          \
+#define RFI_GRID_EXPANDER(isa, TARGET, TYPE)                                                                          \
+    static TARGET void rfi_##isa##_expand_##TYPE(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {              \
+        const rfi_grid_block b = rfi_grid_block_of(RF_TYPE_##TYPE, p);                                                \
+        rfi_places places;                                                                                            \
+        RFI_UNUSED(n_blocks);                                                                                         \
+        rfi_256_places(RF_TYPE_##TYPE, &b, &places);                                                                  \
+        rfi_256_runs_scales(RF_TYPE_##TYPE, &b, e->s);                                                                \
+        rfi_##isa##_of_grid(RF_TYPE_##TYPE, b.grid, &places, e->q);                                                   \
     }
-#define RFI_GRID_EXPANDERS(isa, TARGET)                                                                               \
-    RFI_GRID_EXPANDER(isa, TARGET, IQ2_XXS, rfi_block_iq2_xxs, rfi_iq2_xxs_grid, rfi_256_even(b->group[0].q, even),   \
-                      NULL, b->group[0].q, NULL, rfi_load_u16(b->d))                                                  \
-    RFI_GRID_EXPANDER(isa, TARGET, IQ2_XS, rfi_block_iq2_xs, rfi_iq2_xs_grid, b->q, NULL, b->q, b->scales,            \
-                      rfi_load_u16(b->d))                                                                             \
-    RFI_GRID_EXPANDER(isa, TARGET, IQ2_S, rfi_block_iq2_s, rfi_iq2_s_grid, b->q, b->high, b->signs, b->scales,        \
-                      rfi_load_u16(b->d))                                                                             \
-    RFI_GRID_EXPANDER(isa, TARGET, IQ3_XXS, rfi_block_iq3_xxs, rfi_iq3_xxs_grid, b->q, NULL, b->signs, NULL,          \
-                      rfi_load_u16(b->d))                                                                             \
-    RFI_GRID_EXPANDER(isa, TARGET, IQ3_S, rfi_block_iq3_s, rfi_iq3_s_grid, b->q, b->high, b->signs, b->scales,        \
-                      rfi_load_u16(b->d))                                                                             \
-    RFI_GRID_EXPANDER(isa, TARGET, IQ1_S, rfi_block_iq1_s, rfi_iq1_grid, b->q, b->high, NULL, b->high,                \
-                      rfi_load_u16(b->d))                                                                             \
-    RFI_GRID_EXPANDER(isa, TARGET, IQ1_M, rfi_block_iq1_m, rfi_iq1_grid, b->q, b->high, NULL, b->scales,              \
-                      rfi_iq1_m_half(b))
+#define RFI_GRID_EXPANDERS(isa, TARGET)                                                       \
+    RFI_GRID_EXPANDER(isa, TARGET, IQ2_XXS) RFI_GRID_EXPANDER(isa, TARGET, IQ2_XS)            \
+    RFI_GRID_EXPANDER(isa, TARGET, IQ2_S) RFI_GRID_EXPANDER(isa, TARGET, IQ3_XXS)             \
+    RFI_GRID_EXPANDER(isa, TARGET, IQ3_S) RFI_GRID_EXPANDER(isa, TARGET, IQ1_S)               \
+    RFI_GRID_EXPANDER(isa, TARGET, IQ1_M)
 RFI_GRID_EXPANDERS(256, RFI_256)
 
 /* 16 int8 times d. */
@@ -34415,8 +34436,8 @@ RFI_ONCE_CODE_END
  *          glm5-next: three parts of HYPER, rf_hyper_params.n_rounds; MLA whose key is as long as its values.
  *          deepseek4: op COMPRESS; rf_plan_state.unit, rows of blocks, which INDEX reads under RF_OP_LAST and ATTENTION
  *            beside positions: rf_attention_params.block_unit; RF_OP_SQRT_SOFTPLUS, and ROUTE's ids by token.
-          Ranks, a process a GPU: rf_rank_id, rf_device_desc.ranks, ROCMFORGE_RCCL. Section 2: rank_id to mem_forget,
-            rf_transfer, rf_plan_members.wait_ms, arrive_from. One process's sums by RCCL, too, where that is faster.
+ *          Ranks, a process a GPU: rf_rank_id, rf_device_desc.ranks, ROCMFORGE_RCCL. Section 2: rank_id to mem_forget,
+ *            rf_transfer, rf_plan_members.wait_ms, arrive_from. One process's sums by RCCL, too, where that is faster.
  *   0.2.0  Renames and one rule for each kind of call; old -> new:
  *            rf_eval, rf_forward                 -> rf_session_eval, rf_session_forward
  *            rf_row                              -> rf_token_row
