@@ -13030,20 +13030,22 @@ static RFI_256 void rfi_256_expand_IQ4_NL(const uint8_t *p, uint32_t n_blocks, r
     for (uint32_t g = 0; g < 8; g++) rfi_256_store(e->q + 32 * g, rfi_256_codebook(rfi_iq4_list, b[g] + 2));
 }
 
-static RFI_256 void rfi_256_expand_MXFP4(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
-    const uint8_t *b[8];
-    rfi_blocks_of(p, RFI_BYTES_MXFP4, 1, n_blocks, b);
-    /* 2^(head - 128), as rfi_expand_mxfp4 */
+/* 2^(head - 128), as rfi_expand_mxfp4. */
+RFI_INLINE RFI_256 void rfi_256_mxfp4_scales(const uint8_t *const *b, float *s) {
     const __m256i x = _mm256_cvtepu16_epi32(_mm_and_si128(rfi_256_heads(b), _mm_set1_epi16(255)));
     const __m256i small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), x);
     const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(x, _mm256_set1_epi32(1)), 23);
-    rfi_256_store(e->s, _mm256_blendv_epi8(normal, small, _mm256_cmpgt_epi32(_mm256_set1_epi32(2), x)));
+    rfi_256_store(s, _mm256_blendv_epi8(normal, small, _mm256_cmpgt_epi32(_mm256_set1_epi32(2), x)));
+}
+static RFI_256 void rfi_256_expand_MXFP4(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
+    const uint8_t *b[8];
+    rfi_blocks_of(p, RFI_BYTES_MXFP4, 1, n_blocks, b);
+    rfi_256_mxfp4_scales(b, e->s);
     RFI_UNROLL(8)
     for (uint32_t g = 0; g < 8; g++) rfi_256_store(e->q + 32 * g, rfi_256_codebook(rfi_fp4_list, b[g] + 1));
 }
 
-static RFI_256 void rfi_256_expand_IQ4_XS(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
-    const rfi_block_iq4_xs *b = (const rfi_block_iq4_xs *)p;
+RFI_INLINE RFI_256 void rfi_256_iq4_xs_scales(const rfi_block_iq4_xs *b, float *to) {
     const __m256i low = _mm256_srlv_epi32(_mm256_set1_epi32((int)rfi_load_u32(b->scales_low)),
                                           _mm256_set_epi32(28, 24, 20, 16, 12, 8, 4, 0));
     const __m256i high = _mm256_srlv_epi32(_mm256_set1_epi32(rfi_load_u16(b->scales_high) << 4),
@@ -13051,8 +13053,12 @@ static RFI_256 void rfi_256_expand_IQ4_XS(const uint8_t *p, uint32_t n_blocks, r
     const __m256i scale = _mm256_or_si256(_mm256_and_si256(low, _mm256_set1_epi32(15)),
                                           _mm256_and_si256(high, _mm256_set1_epi32(0x30)));
     const __m256 s = _mm256_cvtepi32_ps(_mm256_sub_epi32(scale, _mm256_set1_epi32(32)));
+    _mm256_storeu_ps(to, _mm256_mul_ps(s, _mm256_set1_ps(rfi_256_f16(b->d))));
+}
+static RFI_256 void rfi_256_expand_IQ4_XS(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
+    const rfi_block_iq4_xs *b = (const rfi_block_iq4_xs *)p;
     RFI_UNUSED(n_blocks);
-    _mm256_storeu_ps(e->s, _mm256_mul_ps(s, _mm256_set1_ps(rfi_256_f16(b->d))));
+    rfi_256_iq4_xs_scales(b, e->s);
     RFI_UNROLL(8)
     for (int g = 0; g < 8; g++) rfi_256_store(e->q + 32 * g, rfi_256_codebook(rfi_iq4_list, b->q + 16 * g));
 }
@@ -13811,11 +13817,45 @@ RFI_INLINE RFI_512 void rfi_avx512_of_grid(uint32_t type, const void *grid, cons
 }
 RFI_GRID_EXPANDERS(avx512, RFI_512)
 
+/* Two groups of 16 bytes: as rfi_256_codebook. */
+RFI_INLINE RFI_512 void rfi_512_codebook(const int8_t *list, __m256i two, int8_t *q) {
+    const long long four = 0x0004000400040004;
+    const __m512i shift = _mm512_set_epi64(four, four, 0, 0, four, four, 0, 0), v = _mm512_castsi256_si512(two);
+    const __m512i nibbles = _mm512_srlv_epi16(_mm512_shuffle_i64x2(v, v, 0x50), shift); /* lanes 0, 0, 1, 1 */
+    _mm512_storeu_si512(q, _mm512_shuffle_epi8(_mm512_broadcast_i32x4(rfi_128_load(list)),
+                                               _mm512_and_si512(nibbles, _mm512_set1_epi8(15))));
+}
+RFI_INLINE RFI_512 void rfi_512_codebooks(const int8_t *list, const uint8_t *const *b, uint32_t head, int8_t *q) {
+    RFI_UNROLL(4)
+    for (uint32_t g = 0; g < 8; g += 2)
+        rfi_512_codebook(list, _mm256_set_m128i(rfi_128_load(b[g + 1] + head), rfi_128_load(b[g] + head)), q + 32 * g);
+}
+static RFI_512 void rfi_avx512_expand_IQ4_NL(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
+    const uint8_t *b[8];
+    rfi_blocks_of(p, RFI_BYTES_IQ4_NL, 1, n_blocks, b);
+    _mm256_storeu_ps(e->s, _mm256_cvtph_ps(rfi_256_heads(b)));
+    rfi_512_codebooks(rfi_iq4_list, b, 2, e->q);
+}
+static RFI_512 void rfi_avx512_expand_MXFP4(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
+    const uint8_t *b[8];
+    rfi_blocks_of(p, RFI_BYTES_MXFP4, 1, n_blocks, b);
+    rfi_256_mxfp4_scales(b, e->s);
+    rfi_512_codebooks(rfi_fp4_list, b, 1, e->q);
+}
+static RFI_512 void rfi_avx512_expand_IQ4_XS(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
+    const rfi_block_iq4_xs *b = (const rfi_block_iq4_xs *)p;
+    RFI_UNUSED(n_blocks);
+    rfi_256_iq4_xs_scales(b, e->s);
+    RFI_UNROLL(4)
+    for (int g = 0; g < 4; g++) rfi_512_codebook(rfi_iq4_list, rfi_256_load(b->q + 32 * g), e->q + 64 * g);
+}
+
 static rfi_expand_fn rfi_avx512_expander(uint32_t type) {
     switch (type) {
 #define RFI_EXPANSION(TYPE) case RF_TYPE_##TYPE: return RFI_IF_BUILT(RF_TYPE_##TYPE, rfi_avx512_expand_##TYPE);
     RFI_EXPANSION(IQ2_XXS) RFI_EXPANSION(IQ2_XS) RFI_EXPANSION(IQ2_S) RFI_EXPANSION(IQ3_XXS) RFI_EXPANSION(IQ3_S)
-    RFI_EXPANSION(IQ1_S) RFI_EXPANSION(IQ1_M)
+    RFI_EXPANSION(IQ1_S) RFI_EXPANSION(IQ1_M) RFI_EXPANSION(IQ4_NL) RFI_EXPANSION(IQ4_XS)
+    RFI_EXPANSION(MXFP4)
 #undef RFI_EXPANSION
     default: return rfi_256_expander(type);
     }
