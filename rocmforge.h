@@ -3130,7 +3130,7 @@ const rf_device_api *rocmforge_hip_api(void);
 #endif
 
 #define RFI_INLINE static inline __attribute__((always_inline))
-/* Arrays of vectors stay in registers only where the loops over them are unrolled. */
+/* Arrays of vectors stay in registers only where the loops over them are unrolled, and constant places are cheap. */
 #define RFI_PRAGMA(text) _Pragma(#text)
 #define RFI_UNROLL(n) RFI_PRAGMA(GCC unroll n)
 #define RFI_COUNT(array) (sizeof(array) / sizeof((array)[0]))
@@ -5014,8 +5014,8 @@ typedef void (*rfi_codebook_fn)(const int8_t list[16], const uint8_t q[16], int8
 static const int8_t rfi_iq4_list[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 static const int8_t rfi_fp4_list[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}; /* doubled */
 
-/* Grids as values, a byte each: eight of IQ2 and IQ1, four of IQ3, without their signs; of IQ1 8 times the weight,
- * plus 9. */
+/* Grids: runs of values, a byte each, eight of IQ2 and IQ1, four of IQ3, without their signs; of IQ1 8 times the
+ * weight, plus 9. */
 #define RFI_IQ2_VALUE(c) (8u + 17 * (c) + ((c) >> 1))
 #define RFI_IQ1_VALUE(c) (8u * (c) + 1)
 #define RFI_IQ3_XXS_VALUE(c) (4u + 8 * (c) + 2 * ((c) == 7))
@@ -5024,16 +5024,27 @@ static const int8_t rfi_fp4_list[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, 
 #define RFI_GRID_EIGHT(v, V) \
     (RFI_GRID_TWO(v, 0, V) | RFI_GRID_TWO(v, 2, V) | RFI_GRID_TWO(v, 4, V) | RFI_GRID_TWO(v, 6, V)),
 #define RFI_GRID_FOUR(v, V) (V((v) & 7) | V((v) >> 3 & 7) << 8 | V((v) >> 6 & 7) << 16 | V((v) >> 9 & 7) << 24),
-#define RFI_IQ2_GROUP(v) RFI_GRID_EIGHT(v, RFI_IQ2_VALUE)
-#define RFI_IQ1_GROUP(v) RFI_GRID_EIGHT(v, RFI_IQ1_VALUE)
-#define RFI_IQ3_XXS_GROUP(v) RFI_GRID_FOUR(v, RFI_IQ3_XXS_VALUE)
-#define RFI_IQ3_S_GROUP(v) RFI_GRID_FOUR(v, RFI_IQ3_S_VALUE)
-static const uint64_t rfi_iq2_xxs_grid[256] = {RF_GRID_IQ2_XXS(RFI_IQ2_GROUP)};
-static const uint64_t rfi_iq2_xs_grid[512] = {RF_GRID_IQ2_XS(RFI_IQ2_GROUP)};
-static const uint64_t rfi_iq2_s_grid[1024] = {RF_GRID_IQ2_S(RFI_IQ2_GROUP)};
-static const uint64_t rfi_iq1_grid[2048] = {RF_GRID_IQ1(RFI_IQ1_GROUP)};
-static const uint32_t rfi_iq3_xxs_grid[256] = {RF_GRID_IQ3_XXS(RFI_IQ3_XXS_GROUP)};
-static const uint32_t rfi_iq3_s_grid[512] = {RF_GRID_IQ3_S(RFI_IQ3_S_GROUP)};
+#define RFI_IQ2_RUN(v) RFI_GRID_EIGHT(v, RFI_IQ2_VALUE)
+#define RFI_IQ1_RUN(v) RFI_GRID_EIGHT(v, RFI_IQ1_VALUE)
+#define RFI_IQ3_XXS_RUN(v) RFI_GRID_FOUR(v, RFI_IQ3_XXS_VALUE)
+#define RFI_IQ3_S_RUN(v) RFI_GRID_FOUR(v, RFI_IQ3_S_VALUE)
+static const uint64_t rfi_iq2_xxs_grid[256] = {RF_GRID_IQ2_XXS(RFI_IQ2_RUN)};
+static const uint64_t rfi_iq2_xs_grid[512] = {RF_GRID_IQ2_XS(RFI_IQ2_RUN)};
+static const uint64_t rfi_iq2_s_grid[1024] = {RF_GRID_IQ2_S(RFI_IQ2_RUN)};
+static const uint64_t rfi_iq1_grid[2048] = {RF_GRID_IQ1(RFI_IQ1_RUN)};
+static const uint32_t rfi_iq3_xxs_grid[256] = {RF_GRID_IQ3_XXS(RFI_IQ3_XXS_RUN)};
+static const uint32_t rfi_iq3_s_grid[512] = {RF_GRID_IQ3_S(RFI_IQ3_S_RUN)};
+#undef RFI_IQ2_VALUE
+#undef RFI_IQ1_VALUE
+#undef RFI_IQ3_XXS_VALUE
+#undef RFI_IQ3_S_VALUE
+#undef RFI_GRID_TWO
+#undef RFI_GRID_EIGHT
+#undef RFI_GRID_FOUR
+#undef RFI_IQ2_RUN
+#undef RFI_IQ1_RUN
+#undef RFI_IQ3_XXS_RUN
+#undef RFI_IQ3_S_RUN
 
 static void rfi_portable_codebook(const int8_t list[16], const uint8_t q[16], int8_t low[16], int8_t high[16]) {
     for (int i = 0; i < 16; i++) low[i] = list[q[i] & 15], high[i] = list[q[i] >> 4];
@@ -5138,8 +5149,6 @@ typedef struct rfi_runs {
     const uint8_t *signs, *scales; /* in IQ2_XXS and IQ3_XXS scales are the upper 4 bits of the signs */
     float d;
 } rfi_runs;
-/* Writes the 256 values, and 8 or 16 scales. type is a constant. */
-typedef void (*rfi_runs_fn)(uint32_t type, const rfi_runs *r, int8_t *q, float *s);
 
 RFI_INLINE int rfi_runs_are_iq1(uint32_t type) { return type == RF_TYPE_IQ1_S || type == RF_TYPE_IQ1_M; }
 RFI_INLINE int rfi_runs_are_iq3(uint32_t type) { return type == RF_TYPE_IQ3_XXS || type == RF_TYPE_IQ3_S; }
@@ -5169,6 +5178,7 @@ RFI_INLINE int rfi_runs_have_16_scales(uint32_t type) {
     return type == RF_TYPE_IQ2_XS || type == RF_TYPE_IQ2_S || type == RF_TYPE_IQ1_M;
 }
 
+/* Write the 256 values, and 8 or 16 scales. type is a constant. */
 RFI_INLINE void rfi_portable_runs(uint32_t type, const rfi_runs *r, int8_t *q, float *s) {
     const int twice = type == RF_TYPE_IQ3_S || rfi_runs_are_iq1(type);
     for (uint32_t i = 0; i < (rfi_runs_have_16_scales(type) ? 16u : 8u); i++) {
@@ -5182,45 +5192,45 @@ RFI_INLINE void rfi_portable_runs(uint32_t type, const rfi_runs *r, int8_t *q, f
     }
 }
 
-RFI_INLINE void rfi_expand_iq2_xxs(rfi_runs_fn runs, const rfi_block_iq2_xxs *b, int8_t *q, float *s) {
+RFI_INLINE void rfi_expand_iq2_xxs(const rfi_block_iq2_xxs *b, int8_t *q, float *s) {
     rfi_runs r;
     r.d = rfi_load_f16(b->d);
     RFI_UNROLL(32)
     for (uint32_t i = 0; i < 32; i++) r.run[i] = rfi_iq2_xxs_grid[b->group[i >> 2].q[i & 3]];
     r.signs = (const uint8_t *)b->group;
-    runs(RF_TYPE_IQ2_XXS, &r, q, s);
+    rfi_portable_runs(RF_TYPE_IQ2_XXS, &r, q, s);
 }
 
-RFI_INLINE void rfi_expand_iq2_xs(rfi_runs_fn runs, const rfi_block_iq2_xs *b, int8_t *q, float *s) {
+RFI_INLINE void rfi_expand_iq2_xs(const rfi_block_iq2_xs *b, int8_t *q, float *s) {
     rfi_runs r;
     r.scales = b->scales, r.d = rfi_load_f16(b->d);
     RFI_UNROLL(32)
     for (uint32_t i = 0; i < 32; i++) r.run[i] = rfi_iq2_xs_grid[rfi_load_u16(b->q + 2 * i) & 511];
     r.signs = b->q;
-    runs(RF_TYPE_IQ2_XS, &r, q, s);
+    rfi_portable_runs(RF_TYPE_IQ2_XS, &r, q, s);
 }
 
-RFI_INLINE void rfi_expand_iq2_s(rfi_runs_fn runs, const rfi_block_iq2_s *b, int8_t *q, float *s) {
+RFI_INLINE void rfi_expand_iq2_s(const rfi_block_iq2_s *b, int8_t *q, float *s) {
     rfi_runs r;
     r.scales = b->scales, r.d = rfi_load_f16(b->d);
     RFI_UNROLL(32)
     for (uint32_t i = 0; i < 32; i++)
         r.run[i] = rfi_iq2_s_grid[b->q[i] | (b->high[i >> 2] >> 2 * (i & 3) & 3u) << 8];
     r.signs = b->signs;
-    runs(RF_TYPE_IQ2_S, &r, q, s);
+    rfi_portable_runs(RF_TYPE_IQ2_S, &r, q, s);
 }
 
-RFI_INLINE void rfi_expand_iq3_xxs(rfi_runs_fn runs, const rfi_block_iq3_xxs *b, int8_t *q, float *s) {
+RFI_INLINE void rfi_expand_iq3_xxs(const rfi_block_iq3_xxs *b, int8_t *q, float *s) {
     rfi_runs r;
     r.d = rfi_load_f16(b->d);
     RFI_UNROLL(32)
     for (uint32_t i = 0; i < 64; i += 2)
         r.run[i >> 1] = rfi_iq3_xxs_grid[b->q[i]] | (uint64_t)rfi_iq3_xxs_grid[b->q[i + 1]] << 32;
     r.signs = b->signs;
-    runs(RF_TYPE_IQ3_XXS, &r, q, s);
+    rfi_portable_runs(RF_TYPE_IQ3_XXS, &r, q, s);
 }
 
-RFI_INLINE void rfi_expand_iq3_s(rfi_runs_fn runs, const rfi_block_iq3_s *b, int8_t *q, float *s) {
+RFI_INLINE void rfi_expand_iq3_s(const rfi_block_iq3_s *b, int8_t *q, float *s) {
     rfi_runs r;
     r.scales = b->scales, r.d = rfi_load_f16(b->d);
     RFI_UNROLL(32)
@@ -5230,10 +5240,10 @@ RFI_INLINE void rfi_expand_iq3_s(rfi_runs_fn runs, const rfi_block_iq3_s *b, int
                         (uint64_t)rfi_iq3_s_grid[b->q[i + 1] | (high & 2) << 7] << 32;
     }
     r.signs = b->signs;
-    runs(RF_TYPE_IQ3_S, &r, q, s);
+    rfi_portable_runs(RF_TYPE_IQ3_S, &r, q, s);
 }
 
-RFI_INLINE void rfi_expand_iq1_s(rfi_runs_fn runs, const rfi_block_iq1_s *b, int8_t *q, float *s) {
+RFI_INLINE void rfi_expand_iq1_s(const rfi_block_iq1_s *b, int8_t *q, float *s) {
     rfi_runs r;
     uint8_t down[32];
     r.signs = down, r.scales = b->high, r.d = rfi_load_f16(b->d);
@@ -5243,14 +5253,14 @@ RFI_INLINE void rfi_expand_iq1_s(rfi_runs_fn runs, const rfi_block_iq1_s *b, int
         r.run[i] = rfi_iq1_grid[b->q[i] | (h >> 3 * (i & 3) & 7) << 8];
         down[i] = (uint8_t)(0u - (h >> 15));
     }
-    runs(RF_TYPE_IQ1_S, &r, q, s);
+    rfi_portable_runs(RF_TYPE_IQ1_S, &r, q, s);
 }
 
 RFI_INLINE uint16_t rfi_iq1_m_half(const rfi_block_iq1_m *b) {
     const uint64_t s = rfi_load_u64(b->scales);
     return (uint16_t)((s >> 12 & 15) | (s >> 24 & 0xf0) | (s >> 36 & 0xf00) | (s >> 48 & 0xf000));
 }
-RFI_INLINE void rfi_expand_iq1_m(rfi_runs_fn runs, const rfi_block_iq1_m *b, int8_t *q, float *s) {
+RFI_INLINE void rfi_expand_iq1_m(const rfi_block_iq1_m *b, int8_t *q, float *s) {
     rfi_runs r;
     uint8_t down[32];
     r.signs = down, r.scales = b->scales, r.d = rfi_f16_to_f32(rfi_iq1_m_half(b));
@@ -5260,36 +5270,7 @@ RFI_INLINE void rfi_expand_iq1_m(rfi_runs_fn runs, const rfi_block_iq1_m *b, int
         r.run[i] = rfi_iq1_grid[b->q[i] | (h & 7) << 8];
         down[i] = (uint8_t)(0u - (h >> 3 & 1));
     }
-    runs(RF_TYPE_IQ1_M, &r, q, s);
-}
-
-/* The parts of a block of a type with a grid: the places of its groups, low bytes and other bits; signs as they are
- * stored, NULL in IQ1; scales; d, a half. type is a constant. */
-typedef struct rfi_grid_block {
-    const void *grid;
-    const uint8_t *low, *high, *signs, *scales;
-    uint16_t d;
-} rfi_grid_block;
-RFI_INLINE rfi_grid_block rfi_grid_block_of(uint32_t type, const uint8_t *p) {
-    const rfi_block_iq2_xs *iq2_xs = (const rfi_block_iq2_xs *)p;
-    const rfi_block_iq2_s *iq2_s = (const rfi_block_iq2_s *)p;
-    const rfi_block_iq3_xxs *iq3_xxs = (const rfi_block_iq3_xxs *)p;
-    const rfi_block_iq3_s *iq3_s = (const rfi_block_iq3_s *)p;
-    const rfi_block_iq1_s *iq1_s = (const rfi_block_iq1_s *)p;
-    const rfi_block_iq1_m *iq1_m = (const rfi_block_iq1_m *)p;
-    const uint16_t d = rfi_load_u16(p);
-    switch (type) {
-    case RF_TYPE_IQ2_XXS: return (rfi_grid_block){rfi_iq2_xxs_grid, p + 2, NULL, p + 2, NULL, d};
-    case RF_TYPE_IQ2_XS: return (rfi_grid_block){rfi_iq2_xs_grid, iq2_xs->q, NULL, iq2_xs->q, iq2_xs->scales, d};
-    case RF_TYPE_IQ2_S:
-        return (rfi_grid_block){rfi_iq2_s_grid, iq2_s->q, iq2_s->high, iq2_s->signs, iq2_s->scales, d};
-    case RF_TYPE_IQ3_XXS: return (rfi_grid_block){rfi_iq3_xxs_grid, iq3_xxs->q, NULL, iq3_xxs->signs, NULL, d};
-    case RF_TYPE_IQ3_S:
-        return (rfi_grid_block){rfi_iq3_s_grid, iq3_s->q, iq3_s->high, iq3_s->signs, iq3_s->scales, d};
-    case RF_TYPE_IQ1_S: return (rfi_grid_block){rfi_iq1_grid, iq1_s->q, iq1_s->high, NULL, iq1_s->high, d};
-    default:
-        return (rfi_grid_block){rfi_iq1_grid, iq1_m->q, iq1_m->high, NULL, iq1_m->scales, rfi_iq1_m_half(iq1_m)};
-    }
+    rfi_portable_runs(RF_TYPE_IQ1_M, &r, q, s);
 }
 
 /* Digits of base 3, n of them, of bytes that hold fractions: the first of all bytes, the second of all bytes .. */
@@ -5298,9 +5279,9 @@ RFI_INLINE void rfi_expand_thirds(const uint8_t *p, uint32_t n_bytes, uint32_t n
         for (uint32_t i = 0; i < n_bytes; i++) *q++ = (int8_t)((p[i] * power % 256 * 3 >> 8) - 1);
 }
 
-/* A block to its q, s and m; type, codebook and runs are constants. */
-RFI_INLINE void rfi_expand_block(uint32_t type, rfi_codebook_fn codebook, rfi_runs_fn runs, const void *p, int8_t *q,
-                                 float *s, float *m) {
+/* A block to its q, s and m; type and codebook are constants. */
+RFI_INLINE void rfi_expand_block(uint32_t type, rfi_codebook_fn codebook, const void *p, int8_t *q, float *s,
+                                 float *m) {
     const uint8_t *bytes = (const uint8_t *)p; /* a d in front of values or behind them, the same for all */
     uint32_t n_scales = 0;
     float d = 0;
@@ -5314,13 +5295,13 @@ RFI_INLINE void rfi_expand_block(uint32_t type, rfi_codebook_fn codebook, rfi_ru
     case RF_TYPE_IQ4_XS: rfi_expand_iq4_xs(codebook, (const rfi_block_iq4_xs *)p, q, s); break;
     case RF_TYPE_MXFP4: rfi_expand_mxfp4(codebook, (const rfi_block_mxfp4 *)p, q, s); break;
     case RF_TYPE_NVFP4: rfi_expand_nvfp4(codebook, (const rfi_block_nvfp4 *)p, q, s); break;
-    case RF_TYPE_IQ2_XXS: rfi_expand_iq2_xxs(runs, (const rfi_block_iq2_xxs *)p, q, s); break;
-    case RF_TYPE_IQ2_XS: rfi_expand_iq2_xs(runs, (const rfi_block_iq2_xs *)p, q, s); break;
-    case RF_TYPE_IQ2_S: rfi_expand_iq2_s(runs, (const rfi_block_iq2_s *)p, q, s); break;
-    case RF_TYPE_IQ3_XXS: rfi_expand_iq3_xxs(runs, (const rfi_block_iq3_xxs *)p, q, s); break;
-    case RF_TYPE_IQ3_S: rfi_expand_iq3_s(runs, (const rfi_block_iq3_s *)p, q, s); break;
-    case RF_TYPE_IQ1_S: rfi_expand_iq1_s(runs, (const rfi_block_iq1_s *)p, q, s); break;
-    case RF_TYPE_IQ1_M: rfi_expand_iq1_m(runs, (const rfi_block_iq1_m *)p, q, s); break;
+    case RF_TYPE_IQ2_XXS: rfi_expand_iq2_xxs((const rfi_block_iq2_xxs *)p, q, s); break;
+    case RF_TYPE_IQ2_XS: rfi_expand_iq2_xs((const rfi_block_iq2_xs *)p, q, s); break;
+    case RF_TYPE_IQ2_S: rfi_expand_iq2_s((const rfi_block_iq2_s *)p, q, s); break;
+    case RF_TYPE_IQ3_XXS: rfi_expand_iq3_xxs((const rfi_block_iq3_xxs *)p, q, s); break;
+    case RF_TYPE_IQ3_S: rfi_expand_iq3_s((const rfi_block_iq3_s *)p, q, s); break;
+    case RF_TYPE_IQ1_S: rfi_expand_iq1_s((const rfi_block_iq1_s *)p, q, s); break;
+    case RF_TYPE_IQ1_M: rfi_expand_iq1_m((const rfi_block_iq1_m *)p, q, s); break;
     case RF_TYPE_TQ1_0:
         rfi_expand_thirds(bytes, 32, 5, q);
         rfi_expand_thirds(bytes + 32, 16, 5, q + 160);
@@ -5344,15 +5325,13 @@ RFI_INLINE void rfi_expand_block(uint32_t type, rfi_codebook_fn codebook, rfi_ru
     for (uint32_t i = 0; i < n_scales; i++) s[i] = d;
 }
 
-#define RFI_EXPANDER(name, TARGET, codebook, runs, TYPE, kind)                                                        \
+#define RFI_EXPANDER(name, TARGET, codebook, TYPE, kind)                                                              \
     static inline TARGET void rfi_##name##_expand_##TYPE(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {      \
         const uint32_t n = RFI_ELEMENTS_##TYPE, n_scales = n / (RFI_TYPE_##kind == RFI_TYPE_EXPANDED_32 ? 32 : 16);   \
         for (uint32_t b = 0; b < n_blocks; b++, p += RFI_BYTES_##TYPE)                                                \
-            rfi_expand_block(RF_TYPE_##TYPE, codebook, runs, p, e->q + b * n, e->s + b * n_scales,                    \
-                             e->m + b * n_scales);                                                                    \
+            rfi_expand_block(RF_TYPE_##TYPE, codebook, p, e->q + b * n, e->s + b * n_scales, e->m + b * n_scales);    \
     }
-#define RFI_PORTABLE_EXPANDER(TYPE, kind) \
-    RFI_EXPANDER(portable, , rfi_portable_codebook, rfi_portable_runs, TYPE, kind)
+#define RFI_PORTABLE_EXPANDER(TYPE, kind) RFI_EXPANDER(portable, , rfi_portable_codebook, TYPE, kind)
 RFI_EXPANDED_TYPES(RFI_PORTABLE_EXPANDER)
 #undef RFI_PORTABLE_EXPANDER
 
@@ -12526,7 +12505,7 @@ typedef struct rfi_dots {
 
 #define RFI_BLOCK_COLS 256u
 #define RFI_AHEAD 2u /* units to prefetch ahead in each of 16 rows: 4 to 8 KB in all, by measurement */
-#define RFI_EXPAND_AHEAD 3u /* the same of types that are expanded, whose units are smaller */
+#define RFI_EXPAND_AHEAD 3u /* units to prefetch ahead in each row of types that are expanded, by measurement */
 
 /* A matmul with what its type needs. */
 typedef struct rfi_quant_matmul {
@@ -12571,7 +12550,7 @@ static void rfi_rows_expand(const rfi_quant_matmul *q, const rfi_matmul *m, cons
                             rfi_expanded_rows *out) {
     const uint64_t offset = (uint64_t)(g / 8) * q->unit_bytes;
     const uint32_t left = m->n_in / 32 - g, n_blocks = left >= 8 ? q->n_blocks : left * q->n_blocks / 8;
-    uint64_t ahead = offset + RFI_EXPAND_AHEAD * q->unit_bytes; /* past the end of a row: of the rows after these */
+    uint64_t ahead = offset + RFI_EXPAND_AHEAD * q->unit_bytes; /* past the end of a row: the row n_lanes further on */
     if (ahead >= r->row_bytes) ahead += (q->k->n_lanes - 1) * r->row_bytes;
     for (uint32_t l = 0; l < q->k->n_lanes; l++) {
         const uint8_t *unit = r->row[l] + offset;
@@ -12992,7 +12971,7 @@ static const rfi_kernels rfi_kernels_scalar = {.name = "scalar", .arch_text = "p
 
 #if defined(__x86_64__) && !defined(ROCMFORGE_NO_SIMD)
 
-/* ---- expansion with AVX2: written by hand for the most common types ---- */
+/* ---- expansion with AVX2 ---- */
 
 /* These functions take pointers, not arrays: below -O2 gcc 13 forgets the target of one with arrays. */
 #define RFI_256 __attribute__((target("avx2,fma,f16c")))
@@ -13082,6 +13061,41 @@ RFI_INLINE RFI_256 void rfi_256_expand_pairs(const uint8_t *p, const uint8_t *hi
     }
 }
 
+/* The parts of a block of a type with a grid. */
+typedef struct rfi_grid_block {
+    const void *grid;
+    const uint8_t *low;     /* the places of its runs, or their low bytes; IQ2_XXS, IQ2_XS: with the signs */
+    const uint8_t *high;    /* the bits above, or NULL                                                      */
+    const uint8_t *signs;   /* as they are stored; NULL in IQ1                                              */
+    const uint8_t *scales;  /* NULL where they are in the signs                                             */
+    uint16_t d;             /* a half                                                                       */
+} rfi_grid_block;
+/* type is a constant. */
+RFI_INLINE rfi_grid_block rfi_grid_block_of(uint32_t type, const uint8_t *p) {
+    const rfi_block_iq2_xxs *iq2_xxs = (const rfi_block_iq2_xxs *)p;
+    const rfi_block_iq2_xs *iq2_xs = (const rfi_block_iq2_xs *)p;
+    const rfi_block_iq2_s *iq2_s = (const rfi_block_iq2_s *)p;
+    const rfi_block_iq3_xxs *iq3_xxs = (const rfi_block_iq3_xxs *)p;
+    const rfi_block_iq3_s *iq3_s = (const rfi_block_iq3_s *)p;
+    const rfi_block_iq1_s *iq1_s = (const rfi_block_iq1_s *)p;
+    const rfi_block_iq1_m *iq1_m = (const rfi_block_iq1_m *)p;
+    const uint16_t d = rfi_load_u16(p);
+    switch (type) {
+    case RF_TYPE_IQ2_XXS:
+        return (rfi_grid_block){rfi_iq2_xxs_grid, (const uint8_t *)iq2_xxs->group, NULL,
+                                (const uint8_t *)iq2_xxs->group, NULL, d};
+    case RF_TYPE_IQ2_XS: return (rfi_grid_block){rfi_iq2_xs_grid, iq2_xs->q, NULL, iq2_xs->q, iq2_xs->scales, d};
+    case RF_TYPE_IQ2_S:
+        return (rfi_grid_block){rfi_iq2_s_grid, iq2_s->q, iq2_s->high, iq2_s->signs, iq2_s->scales, d};
+    case RF_TYPE_IQ3_XXS: return (rfi_grid_block){rfi_iq3_xxs_grid, iq3_xxs->q, NULL, iq3_xxs->signs, NULL, d};
+    case RF_TYPE_IQ3_S:
+        return (rfi_grid_block){rfi_iq3_s_grid, iq3_s->q, iq3_s->high, iq3_s->signs, iq3_s->scales, d};
+    case RF_TYPE_IQ1_S: return (rfi_grid_block){rfi_iq1_grid, iq1_s->q, iq1_s->high, NULL, iq1_s->high, d};
+    default:
+        return (rfi_grid_block){rfi_iq1_grid, iq1_m->q, iq1_m->high, NULL, iq1_m->scales, rfi_iq1_m_half(iq1_m)};
+    }
+}
+
 /* Signs of 32 bytes, eight in each: -1 or 0. */
 RFI_INLINE RFI_256 __m256i rfi_256_signs(const uint8_t *signs) {
     const __m256i own = _mm256_set1_epi64x((long long)0x8040201008040201u);
@@ -13090,12 +13104,13 @@ RFI_INLINE RFI_256 __m256i rfi_256_signs(const uint8_t *signs) {
     return _mm256_cmpeq_epi8(_mm256_and_si256(v, own), own);
 }
 
-/* Every second 32-bit number of 64 bytes: from the first one on, to `to`, and from the second one on. */
+/* Every second 32-bit number of 64 bytes, from the first on, written to `to`.   Returns to. */
 RFI_INLINE RFI_256 const uint8_t *rfi_256_even(const uint8_t *p, uint8_t *to) {
     const __m256 first = _mm256_castsi256_ps(rfi_256_load(p)), last = _mm256_castsi256_ps(rfi_256_load(p + 32));
     rfi_256_store(to, _mm256_permute4x64_epi64(_mm256_castps_si256(_mm256_shuffle_ps(first, last, 0x88)), 0xd8));
     return to;
 }
+/* The others. */
 RFI_INLINE RFI_256 __m256i rfi_256_odd(const uint8_t *p) {
     const __m256 first = _mm256_castsi256_ps(rfi_256_load(p)), last = _mm256_castsi256_ps(rfi_256_load(p + 32));
     return _mm256_permute4x64_epi64(_mm256_castps_si256(_mm256_shuffle_ps(first, last, 0xdd)), 0xd8);
@@ -13125,11 +13140,11 @@ RFI_INLINE RFI_256 void rfi_256_all_signs(uint32_t type, const uint8_t *raw, uin
     rfi_256_store(signs, v);
 }
 
-/* 32 values of four runs of eight digits of 2 bits, looked up two at a time. */
-RFI_INLINE RFI_256 __m256i rfi_256_pairs(uint64_t runs, int values) {
+/* 32 values, which 2 bits each number, looked up two at a time. */
+RFI_INLINE RFI_256 __m256i rfi_256_pairs(uint64_t bits, int values) {
     const __m256i byte = _mm256_set_epi64x(0x0707070706060606, 0x0505050504040404, 0x0303030302020202,
                                            0x0101010100000000);
-    const __m256i x = _mm256_shuffle_epi8(_mm256_set1_epi64x((long long)runs), byte);
+    const __m256i x = _mm256_shuffle_epi8(_mm256_set1_epi64x((long long)bits), byte);
     const __m256i pair = _mm256_and_si256(_mm256_blend_epi16(x, _mm256_srli_epi16(x, 4), 0xaa), _mm256_set1_epi8(15));
     const __m256i first = _mm256_set1_epi32(values);
     const __m256i second = _mm256_shuffle_epi8(
@@ -13147,6 +13162,7 @@ RFI_INLINE RFI_256 void rfi_256_eight_scales(uint32_t type, __m256i k, float d, 
     _mm256_storeu_ps(s, v);
 }
 
+/* The scales of a block, 8 or 16. */
 RFI_INLINE RFI_256 void rfi_256_runs_scales(uint32_t type, const rfi_grid_block *b, float *s) {
     const uint8_t *raw = b->signs, *scales = b->scales;
     const float d = _cvtsh_ss(b->d);
@@ -13192,16 +13208,16 @@ RFI_INLINE RFI_256 __m256i rfi_256_factors(uint64_t a, uint64_t b, uint64_t c, u
     return _mm256_set1_epi64x((long long)(a | b << 16 | c << 32 | d << 48));
 }
 
-/* Where a block's groups are in the grid, 16 to a vector, and the signs of its values (rfi_runs_signs). */
+/* Where a block's runs are in the grid, 16 to a vector, and the signs of its values (rfi_runs_signs). */
 typedef struct rfi_places {
     __m256i at[4];
     _Alignas(32) uint8_t signs[32];
 } rfi_places;
 
-/* The i-th sixteen places. q: their low bytes; high: their other bits; down: signs of IQ1, -1 or 0. */
-RFI_INLINE RFI_256 __m256i rfi_256_sixteen_places(uint32_t type, int i, const uint8_t *q, const uint8_t *high,
+/* The i-th sixteen places. low, high: rfi_grid_block; down: signs of IQ1, -1 or 0. */
+RFI_INLINE RFI_256 __m256i rfi_256_sixteen_places(uint32_t type, int i, const uint8_t *low, const uint8_t *high,
                                                   __m256i *down) {
-    const __m256i v = _mm256_cvtepu8_epi16(rfi_128_load(q + 16 * i));
+    const __m256i v = _mm256_cvtepu8_epi16(rfi_128_load(low + 16 * i));
     __m256i h;
     if (type == RF_TYPE_IQ2_S) {
         h = _mm256_mullo_epi16(rfi_256_four_bytes(high + 4 * i), rfi_256_factors(256, 64, 16, 4));
@@ -13223,6 +13239,7 @@ RFI_INLINE RFI_256 __m256i rfi_256_sixteen_places(uint32_t type, int i, const ui
     return _mm256_or_si256(v, _mm256_and_si256(h, _mm256_set1_epi16(0x700)));
 }
 
+/* The places and signs of a block. */
 RFI_INLINE RFI_256 void rfi_256_places(uint32_t type, const rfi_grid_block *b, rfi_places *o) {
     const uint8_t *low = b->low;
     uint8_t even[32];
@@ -13240,7 +13257,7 @@ RFI_INLINE RFI_256 void rfi_256_places(uint32_t type, const rfi_grid_block *b, r
     else rfi_256_store(o->signs, rfi_256_load(b->signs));
 }
 
-/* The block's values. Groups of eight bytes are copied one by one: faster than gathers, which older processors make
+/* A block's values. Runs of eight bytes are copied one by one: faster than gathers, which older processors make
  * slowly. */
 RFI_INLINE RFI_256 void rfi_256_of_grid(uint32_t type, const void *grid, const rfi_places *p, int8_t *q) {
     const uint64_t *eights = (const uint64_t *)grid;
@@ -14885,10 +14902,10 @@ static RFI_NEON void rfi_neon_codebook(const int8_t list[16], const uint8_t q[16
     vst1q_s8(low, vqtbl1q_s8(values, vandq_u8(v, vdupq_n_u8(15))));
     vst1q_s8(high, vqtbl1q_s8(values, vshrq_n_u8(v, 4)));
 }
-RFI_EXPANDER(neon, RFI_NEON, rfi_neon_codebook, rfi_portable_runs, IQ4_NL, EXPANDED_32)
-RFI_EXPANDER(neon, RFI_NEON, rfi_neon_codebook, rfi_portable_runs, IQ4_XS, EXPANDED_32)
-RFI_EXPANDER(neon, RFI_NEON, rfi_neon_codebook, rfi_portable_runs, MXFP4, EXPANDED_32)
-RFI_EXPANDER(neon, RFI_NEON, rfi_neon_codebook, rfi_portable_runs, NVFP4, EXPANDED_16)
+RFI_EXPANDER(neon, RFI_NEON, rfi_neon_codebook, IQ4_NL, EXPANDED_32)
+RFI_EXPANDER(neon, RFI_NEON, rfi_neon_codebook, IQ4_XS, EXPANDED_32)
+RFI_EXPANDER(neon, RFI_NEON, rfi_neon_codebook, MXFP4, EXPANDED_32)
+RFI_EXPANDER(neon, RFI_NEON, rfi_neon_codebook, NVFP4, EXPANDED_16)
 
 static rfi_expand_fn rfi_neon_expander(uint32_t type) {
     return type == RF_TYPE_IQ4_NL ? rfi_neon_expand_IQ4_NL : type == RF_TYPE_IQ4_XS ? rfi_neon_expand_IQ4_XS

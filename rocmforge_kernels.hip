@@ -442,7 +442,7 @@ RFK_DEVICE void rfk_wait_previous() {
     rfk_start_next();
 }
 
-/* Whether there may be clusters. */
+/* Where there are no clusters, it is a constant that none is there: no second join of attention is compiled. */
 #if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
 #define RFK_HAS_CLUSTERS 1
 #else
@@ -1734,17 +1734,19 @@ template <int WAVE> RFK_DEVICE void rfk_quantize_chunk(const float *x, rfk_int8_
     to.other = rfk_shuffle_xor<WAVE>(to.sum, 1);
 }
 
-/* Four values of a lane, quantized; eight threads share a group. All lanes of the wave must take part. */
+/* Four values of a lane, quantized; eight lanes share a group. */
 struct rfk_int8_four {
     float d;
     int packed, sum, other; /* sum of the lane's half of the group, and of the other */
 };
-template <int WAVE> RFK_DEVICE rfk_int8_four rfk_quantize_of(const float *x) {
+/* All lanes of the wave must take part. */
+template <int WAVE> RFK_DEVICE rfk_int8_four rfk_quantize_halves(const float *x) {
     rfk_int8_four o;
     o.packed = rfk_quantize_lane<WAVE>(x, &o.d, &o.sum);
     o.other = rfk_shuffle_xor<WAVE>(o.sum, 4);
     return o;
 }
+/* Store values 4i .. 4i + 3 of a row of n. */
 RFK_DEVICE void rfk_put_int8(const rfk_int8_rows &to, size_t row, uint32_t n, uint32_t i, const rfk_int8_four &v) {
     to.q[row * (n / 4) + i] = v.packed;
     if (i % 8 == 0) {
@@ -1755,11 +1757,11 @@ RFK_DEVICE void rfk_put_int8(const rfk_int8_rows &to, size_t row, uint32_t n, ui
         to.group[row * (n / 32) + i / 8] = g;
     }
 }
-/* Quantize values 4i .. 4i + 3 of a row of n; `inside`: i < n / 4. */
+/* Quantize values 4i .. 4i + 3 of a row of n. All lanes of the wave must take part; `inside`: i < n / 4. */
 template <int WAVE>
 RFK_DEVICE void rfk_quantize4(const rfk_int8_rows &to, size_t row, uint32_t n, uint32_t i, const float *x,
                               bool inside) {
-    const rfk_int8_four v = rfk_quantize_of<WAVE>(x);
+    const rfk_int8_four v = rfk_quantize_halves<WAVE>(x);
     if (inside) rfk_put_int8(to, row, n, i, v);
 }
 
@@ -2534,8 +2536,8 @@ struct rfk_route_args {
     float scale;
 };
 RFK_CALLED float rfk_sqrt_softplus(float x) { return sqrtf(x > 20.0f ? x : log1pf(expf(x))); }
-/* What N logits become before softmax's sum divides them. No branch stands between the values, so that their latencies
- * overlap, but for those that are long: they take turns in one copy. */
+/* What N logits become before softmax's sum divides them. No branch stands between the values: their latencies
+ * overlap. sqrt(softplus) is long: there is one copy of it, and each value has its turn. */
 template <int N> RFK_DEVICE void rfk_route_values(uint32_t flags, float *x, float top) {
     if (flags & RF_OP_SQRT_SOFTPLUS) {
         RFK_UNROLL(1)
@@ -6652,7 +6654,9 @@ RFK_DEVICE float *rfk_few_sum(const rfk_few_columns &x) { return rfk_few_d(x) + 
 /* [column][n / 32]: sums of squares of a deferred norm. */
 RFK_DEVICE float *rfk_few_squares(const rfk_few_columns &x) { return rfk_few_d(x) + x.capacity / 8; }
 
-RFK_DEVICE void rfk_few_put4(const rfk_few_columns &to, uint32_t n, uint32_t col, uint32_t i, const rfk_int8_four &v) {
+/* Store values 4i .. 4i + 3 of a column of n. */
+RFK_DEVICE void rfk_few_put_int8(const rfk_few_columns &to, uint32_t n, uint32_t col, uint32_t i,
+                                 const rfk_int8_four &v) {
     const uint32_t c = col % RFK_FEW_ROWS;
     const size_t tile = col / RFK_FEW_ROWS, piece = tile * n + i / 4 * RFK_FEW_ROWS + c,
                  group = tile * (n / 2) + i / 8 * RFK_FEW_ROWS + c;
@@ -6671,8 +6675,8 @@ RFK_DEVICE void rfk_few_put(const rfk_few_columns &to, uint32_t n, uint32_t col,
         RFK_UNROLL(4)
         for (int k = 0; k < 4; k++) x[k] *= norm[k];
     }
-    const rfk_int8_four v = rfk_quantize_of<WAVE>(x);
-    if (inside) rfk_few_put4(to, n, col, i, v);
+    const rfk_int8_four v = rfk_quantize_halves<WAVE>(x);
+    if (inside) rfk_few_put_int8(to, n, col, i, v);
 }
 
 /* Quantize columns, behind a post-norm and as a deferred norm if there are such.
@@ -11661,9 +11665,9 @@ RFK_CALLED void rfk_decode_out(rfk_decode_output to, uint32_t query, uint32_t c,
     const uint32_t i = (to.first + query) * (to.head_dim / 4) + c;
     if (inside) reinterpret_cast<float4 *>(to.out)[i] = four;
     if (!to.x8.q && !to.few.q) return;
-    const rfk_int8_four v = rfk_quantize_of<WAVE>(x);
+    const rfk_int8_four v = rfk_quantize_halves<WAVE>(x);
     if (inside && to.x8.q) rfk_put_int8(to.x8, 0, to.n_heads * to.head_dim, i, v);
-    if (inside && to.few.q) rfk_few_put4(to.few, to.n_heads * to.head_dim, to.row, i, v);
+    if (inside && to.few.q) rfk_few_put_int8(to.few, to.n_heads * to.head_dim, to.row, i, v);
 }
 
 /* Where split y leaves its weighted sums, [query][head_dim], and after them each query's maximum and sum of weights. */

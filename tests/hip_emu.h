@@ -401,9 +401,10 @@ HIP_EMU_UNCHECKED static inline const uint64_t *hip_emu_exchange(uint64_t value,
     return all;
 }
 
-/* Whether sums and maxima of a wave are made at once, by the last lane to arrive, in the order of the shuffles that they stand
- * for, which take several times as long: in three launches of four. In the others they are these shuffles. */
-HIP_EMU_UNCHECKED static inline bool hip_emu_joins_at_once() { return hip_emu_here->launch % 4 != 0; }
+/* Sums and maxima of a wave: in four launches of five the last lane to arrive makes them at once, in a fraction of the
+ * shuffles' time; in the others they are the shuffles. Sums are added in the shuffles' order; of maxima the order does not
+ * matter. */
+HIP_EMU_UNCHECKED static inline bool hip_emu_joins_at_once() { return hip_emu_here->launch % 5 != 0; }
 template <class T> struct hip_emu_plus { static T of(T a, T b) { return a + b; } };
 template <class T> struct hip_emu_largest { static T of(T a, T b) { return a > b ? a : b; } };
 template <> inline float hip_emu_largest<float>::of(float a, float b) { return fmaxf(a, b); }
@@ -426,10 +427,10 @@ template <class JOIN, class T> HIP_EMU_UNCHECKED static T hip_emu_join(T v, unsi
     return v;
 }
 template <class T> static inline T hip_emu_wave_sum(T v, unsigned wave) {
-    return hip_emu_join<hip_emu_plus<T>, T>(v, wave, 0x30000u);
+    return hip_emu_join<hip_emu_plus<T>, T>(v, wave, 0x40000u);
 }
 template <class T> static inline T hip_emu_wave_max(T v, unsigned wave) {
-    return hip_emu_join<hip_emu_largest<T>, T>(v, wave, 0x40000u);
+    return hip_emu_join<hip_emu_largest<T>, T>(v, wave, 0x50000u);
 }
 
 template <class T> HIP_EMU_UNCHECKED static T __shfl_xor(T v, int mask, int width) {

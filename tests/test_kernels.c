@@ -149,16 +149,13 @@ static void test_dequantize_random(void) {
     }
 }
 
-#define CODES_OF(v) v,
 /* Each grid in full, of which test_zoo.sh's packed blocks leave gaps: sorted, a digest of all codes, and their values. */
 static void test_grids(void) {
-    static const uint16_t iq2_xxs[] = {RF_GRID_IQ2_XXS(CODES_OF)}, iq2_xs[] = {RF_GRID_IQ2_XS(CODES_OF)}, iq2_s[] = {RF_GRID_IQ2_S(CODES_OF)},
-                          iq1[] = {RF_GRID_IQ1(CODES_OF)}, iq3_xxs[] = {RF_GRID_IQ3_XXS(CODES_OF)}, iq3_s[] = {RF_GRID_IQ3_S(CODES_OF)};
-    static const uint8_t of_iq2[] = {8, 25, 43}, of_iq1[] = {1, 9, 17}, of_iq3_xxs[] = {4, 12, 20, 28, 36, 44, 52, 62}, of_iq3_s[] = {1, 3, 5, 7, 9, 11, 13, 15};
+    static const uint8_t of_iq2[] = {8, 25, 43, 0}, of_iq1[] = {1, 9, 17, 0}, of_iq3_xxs[] = {4, 12, 20, 28, 36, 44, 52, 62}, of_iq3_s[] = {1, 3, 5, 7, 9, 11, 13, 15};
     static const struct { const uint16_t *codes; uint32_t n, each, bits; uint64_t digest; const uint8_t *value; const void *grid; } lists[] = {
-        {iq2_xxs, 256, 8, 2, 0xab05d880babe6823u, of_iq2, rfi_iq2_xxs_grid}, {iq2_xs, 512, 8, 2, 0x6853eeeddb7ea013u, of_iq2, rfi_iq2_xs_grid},
-        {iq2_s, 1024, 8, 2, 0x2c1955b62f3d75bdu, of_iq2, rfi_iq2_s_grid},    {iq1, 2048, 8, 2, 0xec28b6368f0c62e0u, of_iq1, rfi_iq1_grid},
-        {iq3_xxs, 256, 4, 3, 0xe94d0633d4024cd5u, of_iq3_xxs, rfi_iq3_xxs_grid}, {iq3_s, 512, 4, 3, 0x5d10ecbdf51ec43bu, of_iq3_s, rfi_iq3_s_grid}};
+        {grid_iq2_xxs, 256, 8, 2, 0xab05d880babe6823u, of_iq2, rfi_iq2_xxs_grid}, {grid_iq2_xs, 512, 8, 2, 0x6853eeeddb7ea013u, of_iq2, rfi_iq2_xs_grid},
+        {grid_iq2_s, 1024, 8, 2, 0x2c1955b62f3d75bdu, of_iq2, rfi_iq2_s_grid},    {grid_iq1, 2048, 8, 2, 0xec28b6368f0c62e0u, of_iq1, rfi_iq1_grid},
+        {grid_iq3_xxs, 256, 4, 3, 0xe94d0633d4024cd5u, of_iq3_xxs, rfi_iq3_xxs_grid}, {grid_iq3_s, 512, 4, 3, 0x5d10ecbdf51ec43bu, of_iq3_s, rfi_iq3_s_grid}};
     for (size_t t = 0; t < RFI_COUNT(lists); t++) {
         uint64_t digest = 0xcbf29ce484222325u; /* FNV-1a over the codes */
         uint32_t wrong = 0;
