@@ -13812,7 +13812,9 @@ static RFI_512 void rfi_avx512_tile(const rfi_tile *t) {
     else rfi_512_tiles(0, t);
 }
 
-/* As rfi_256_of_grid, 64 values by a gather. */
+/* As rfi_256_of_grid, 64 values by a gather, which without optimization is a macro that converts signs. */
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wsign-conversion"
 RFI_INLINE RFI_512 void rfi_avx512_of_grid(uint32_t type, const void *grid, const rfi_places *p, int8_t *q) {
     RFI_UNROLL(4)
     for (uint32_t i = 0; i < 4; i++) {
@@ -13832,6 +13834,7 @@ RFI_INLINE RFI_512 void rfi_avx512_of_grid(uint32_t type, const void *grid, cons
         _mm512_storeu_si512(q + 64 * i, v);
     }
 }
+#pragma GCC diagnostic pop
 RFI_GRID_EXPANDERS(avx512, RFI_512)
 
 /* Two groups of 16 bytes: as rfi_256_codebook. */
