@@ -5438,6 +5438,7 @@ typedef struct rfi_store rfi_store;
 static uint32_t rfi_cpu_count(void);                                   /* section 10 */
 static void rfi_plan_free(const rf_allocator *alloc, rf_plan *plan);   /* section 9  */
 static uint32_t rfi_group_size(const rf_device *d);                    /* section 11: 1, or the members of a group */
+static rf_result rfi_group_mem_place(rf_device *d, const rf_mem *mem, uint32_t place, rf_error *err);
 
 struct rf_device {
     rf_allocator alloc;
@@ -5470,10 +5471,11 @@ static rf_result rfi_device_check(const rf_device *d, const char *call, rf_error
 #define RFI_SLABS      8u
 #define RFI_MAX_SLABS  64u                 /* an allocation that fails is tried in halves up to so many          */
 
-#define RFI_STAGING_BYTES ((uint64_t)2 << 20) /* of a piece; more only if a row is longer. 1 to 8 MiB were tried */
+#define RFI_STAGING_BYTES ((uint64_t)2 << 20) /* of a buffer; more only if a row is longer. 1/2 to 8 MiB were tried */
+#define RFI_PIECE_BYTES   (4 * RFI_STAGING_BYTES) /* of a piece that nobody waits for */
 #define RFI_MAX_READERS   64u
 #define RFI_GPU_READERS   16u /* for each device: a GPU's queue has as many events as these have buffers */
-#define RFI_MAX_STAGING   (2 * RFI_MAX_READERS) /* buffers: one is filled while another's copy is in flight */
+#define RFI_MAX_STAGING   (RFI_MAX_READERS + 1) /* pairs of buffers: of readers, and of others that load */
 
 #define RFI_PINNED_PIECE_BYTES ((uint64_t)32 << 20)  /* of a piece that has a pinned copy already                */
 #define RFI_PINNED_BLOCK_BYTES ((uint64_t)128 << 20) /* of an allocation for pinned copies; more if pinned_bytes */
@@ -5545,14 +5547,21 @@ typedef struct rfi_memory {
     rfi_slab scratch;    /* in which the device repacks: copies run one after another and share it */
 } rfi_memory;
 
-enum { RFI_STAGING_ABSENT, RFI_STAGING_FREE, RFI_STAGING_FILLING, RFI_STAGING_IN_FLIGHT };
-
 /* A buffer in pinned host memory between file and device. */
-typedef struct rfi_staging {
+typedef struct rfi_buffer {
     void *mem;
-    int state;
-    rf_ticket ticket;    /* IN_FLIGHT: a copy reads it until then        */
+    rf_ticket ticket;    /* a copy reads it until then                   */
     uint32_t slot, load; /* what it holds is of this load of this tensor */
+} rfi_buffer;
+
+enum { RFI_STAGING_ABSENT, RFI_STAGING_FREE, RFI_STAGING_IN_USE };
+
+/* Two buffers: one is filled while the other's copy is in flight. The second is made when it is wanted. They go to the
+ * thread that had them before, whose core's caches may still have them. */
+typedef struct rfi_staging {
+    int state;
+    pthread_t thread;
+    rfi_buffer buffers[2];
 } rfi_staging;
 
 /* Pinned host memory for copies of tensors that are loaded again and again. */
@@ -5871,6 +5880,8 @@ static rf_result rfi_slab_create(rfi_store *s, rfi_slab *slab, rf_error *err) { 
     s->memory.n_creating++;
     rfi_monitor_unlock(&s->monitor);
     rf_result r = s->device->api->mem_create(s->device->dev, slab->size_bytes, &mem, err);
+    if (r == RF_OK) r = rfi_group_mem_place(s->device, &mem, slab->place, err);
+    if (r != RF_OK && mem.base) s->device->api->mem_release(s->device->dev, &mem);
     rfi_monitor_lock(&s->monitor);
     slab->creating = 0;
     s->memory.n_creating--;
@@ -6214,67 +6225,78 @@ static void rfi_store_see_cancels(rfi_store *s) {
 
 /* ---- staging buffers ---- */
 
-/* Wait for the copy that reads a staging buffer, and have the buffer. */
-static void rfi_staging_finish(rfi_store *s, rfi_staging *b) { /* locked, yields */
+/* Wait for the copy that reads a buffer. */
+static void rfi_buffer_wait(rfi_store *s, rfi_buffer *b) {
     rf_error own = {0};
-    b->state = RFI_STAGING_FILLING;
-    rfi_monitor_unlock(&s->monitor);
-    rf_result r = s->device->api->ticket_wait(&b->ticket, RFI_WAIT_MS, &own);
+    const rf_result r = s->device->api->ticket_wait(&b->ticket, RFI_WAIT_MS, &own);
+    b->ticket = (rf_ticket){0};
+    if (r == RF_OK) return;
     rfi_monitor_lock(&s->monitor);
-    if (r != RF_OK && b->load == s->tensors[b->slot].n_loads) rfi_tensor_break(s, b->slot, &own);
+    if (b->load == s->tensors[b->slot].n_loads) rfi_tensor_break(s, b->slot, &own);
+    rfi_monitor_unlock(&s->monitor);
 }
 
-/* Have a buffer to fill: one that is free, or whose copy is done, or a new one, or the one whose copy ends next. A
- * failed allocation is an error only if there is no buffer at all. */
+/* Have two buffers: this thread's own, or new ones, or any. A failed allocation is an error only if there are none. */
 static rf_result rfi_staging_take(rfi_store *s, rfi_staging **out, rf_error *err) { /* locked, yields */
-    const rf_device_api *api = s->device->api;
     const uint64_t bytes = rfi_max_u64(RFI_STAGING_BYTES, s->row_bytes_max);
+    const pthread_t self = pthread_self();
     rf_error why = {0};
     for (;;) {
-        rfi_staging *oldest = NULL, *absent = NULL;
-        uint32_t n_filling = 0;
+        rfi_staging *unused = NULL, *absent = NULL;
+        uint32_t n_in_use = 0;
         for (uint32_t i = 0; i < s->loader.n_staging_max; i++) {
             rfi_staging *b = &s->loader.staging[i];
-            n_filling += b->state == RFI_STAGING_FILLING;
+            n_in_use += b->state == RFI_STAGING_IN_USE;
             if (b->state == RFI_STAGING_ABSENT && why.code == RF_OK) absent = b;
-            if (b->state == RFI_STAGING_FREE) {
-                b->state = RFI_STAGING_FILLING;
-                *out = b;
-                return RF_OK;
-            }
-            if (b->state == RFI_STAGING_IN_FLIGHT && (!oldest || b->ticket.value < oldest->ticket.value)) oldest = b;
+            if (b->state == RFI_STAGING_FREE && (!unused || pthread_equal(b->thread, self))) unused = b;
         }
-        if (oldest && (!absent || api->ticket_done(&oldest->ticket))) {
-            rfi_staging_finish(s, oldest);
-            *out = oldest;
-            return RF_OK;
-        }
-        if (absent) {
-            absent->state = RFI_STAGING_FILLING;
-            rfi_monitor_unlock(&s->monitor);
-            rf_result r = api->host_create(s->device->dev, bytes, &absent->mem, &why);
-            rfi_monitor_lock(&s->monitor);
-            *out = absent;
-            if (r == RF_OK) return RF_OK;
-            absent->state = RFI_STAGING_ABSENT;
-        } else if (n_filling == 0) {
-            return rfi_fail_with(err, &why);
-        } else {
+        if (unused && absent && !pthread_equal(unused->thread, self)) unused = NULL;
+        if (!unused && !absent) {
+            if (n_in_use == 0) return rfi_fail_with(err, &why);
             rfi_monitor_wait(&s->monitor);
+            continue;
         }
+        *out = unused ? unused : absent;
+        (*out)->state = RFI_STAGING_IN_USE;
+        (*out)->thread = self;
+        if (unused) return RF_OK;
+        rfi_monitor_unlock(&s->monitor);
+        rf_result r = s->device->api->host_create(s->device->dev, bytes, &absent->buffers[0].mem, &why);
+        rfi_monitor_lock(&s->monitor);
+        if (r == RF_OK) return RF_OK;
+        absent->state = RFI_STAGING_ABSENT;
     }
 }
 
-/* Release the staging buffers that nobody fills: 1 if there were any. */
+/* Have one of two buffers to fill: whose copy is done, or a new one, or the one whose copy ends first. */
+static rfi_buffer *rfi_staging_buffer(rfi_store *s, rfi_staging *pair) {
+    const rf_device_api *api = s->device->api;
+    rfi_buffer *first = &pair->buffers[0], *second = &pair->buffers[1];
+    if (api->ticket_done(&first->ticket)) second = NULL;
+    else if (!second->mem) {
+        const uint64_t bytes = rfi_max_u64(RFI_STAGING_BYTES, s->row_bytes_max);
+        if (api->host_create(s->device->dev, bytes, &second->mem, NULL) != RF_OK) second = NULL;
+    } else if (!api->ticket_done(&second->ticket) && first->ticket.value < second->ticket.value) second = NULL;
+    rfi_buffer *b = second ? second : first;
+    rfi_buffer_wait(s, b);
+    return b;
+}
+
+/* Release the buffers that nobody uses: 1 if there were any. */
 static int rfi_staging_release(rfi_store *s) { /* locked, yields */
     int some = 0;
     for (uint32_t i = 0; i < s->loader.n_staging_max; i++) {
-        rfi_staging *b = &s->loader.staging[i];
-        if (b->state == RFI_STAGING_IN_FLIGHT) rfi_staging_finish(s, b);
-        else if (b->state != RFI_STAGING_FREE) continue;
-        s->device->api->host_release(s->device->dev, b->mem);
-        memset(b, 0, sizeof *b);
-        rfi_store_changed(s); /* who waits for a buffer may allocate it anew */
+        rfi_staging *pair = &s->loader.staging[i];
+        if (pair->state != RFI_STAGING_FREE) continue;
+        pair->state = RFI_STAGING_IN_USE;
+        rfi_monitor_unlock(&s->monitor);
+        for (uint32_t k = 0; k < 2 && pair->buffers[k].mem; k++) {
+            rfi_buffer_wait(s, &pair->buffers[k]);
+            s->device->api->host_release(s->device->dev, pair->buffers[k].mem);
+        }
+        rfi_monitor_lock(&s->monitor);
+        memset(pair, 0, sizeof *pair);
+        rfi_store_changed(s); /* who waits for buffers may allocate them anew */
         some = 1;
     }
     return some;
@@ -6296,7 +6318,8 @@ static int rfi_piece_take(rfi_store *s, const rfi_tensor *only, uint32_t members
         if (only ? t != only : !(members >> rfi_tensor_member(s, t) & 1)) continue;
         rfi_job_end_if_done(s, t);
         if (!t->loading || t->err || t->next_row >= w->n_rows) continue;
-        uint64_t bytes = t->pinned_filled ? RFI_PINNED_PIECE_BYTES : RFI_STAGING_BYTES;
+        /* many threads help with a tensor that one waits for */
+        uint64_t bytes = t->pinned_filled ? RFI_PINNED_PIECE_BYTES : t->demanded ? RFI_STAGING_BYTES : RFI_PIECE_BYTES;
         uint64_t n = rfi_max_u64(1, bytes / (w->size_bytes / w->n_rows));
         *out = (rfi_piece){.t = t, .row0 = t->next_row, .n_rows = (uint32_t)rfi_min_u64(n, w->n_rows - t->next_row)};
         t->next_row += out->n_rows;
@@ -6323,34 +6346,50 @@ static rf_result rfi_check_factors(const rfi_store *s, const rfi_tensor *t, cons
     return RF_OK;
 }
 
-static rf_result rfi_piece_copy(rfi_store *s, const rfi_piece *p, rf_ticket *ticket,
-                                rf_error *err) { /* locked, yields */
-    rfi_tensor *t = p->t;
+/* Read n rows of a tensor into src, unless they are there, and begin their copy to the device. */
+static rf_result rfi_rows_copy(rfi_store *s, const rfi_tensor *t, uint32_t row0, uint32_t n_rows, void *src,
+                               rf_ticket *ticket, rf_error *err) {
     const rf_plan_weight *w = rfi_tensor_weight(s, t);
-    const uint64_t row_bytes = w->size_bytes / w->n_rows, at = p->row0 * row_bytes, n = p->n_rows * row_bytes;
-    rf_weight_part part = {.slot = rfi_tensor_slot(s, t), .row0 = p->row0, .n_rows = p->n_rows, .offset = t->offset,
-                           .mem = &rfi_tensor_slab(s, t)->mem,
-                           .scratch = s->memory.scratch.mem.base ? &s->memory.scratch.mem : NULL};
-    rfi_staging *b = NULL;
-    rf_result r = t->pinned ? RF_OK : rfi_staging_take(s, &b, err);
-    if (r != RF_OK) return r;
-    rfi_monitor_unlock(&s->monitor);
-    void *src = b ? b->mem : (void *)((unsigned char *)t->pinned + at);
-    part.src = src;
+    const uint64_t row_bytes = w->size_bytes / w->n_rows, n = n_rows * row_bytes;
+    const rf_weight_part part = {.slot = rfi_tensor_slot(s, t), .row0 = row0, .n_rows = n_rows, .src = src,
+                                 .offset = t->offset, .mem = &rfi_tensor_slab(s, t)->mem,
+                                 .scratch = s->memory.scratch.mem.base ? &s->memory.scratch.mem : NULL};
+    rf_result r = RF_OK;
     if (!t->pinned_filled) {
-        r = rf_gguf_read_tensor(s->g, w->tensor, rfi_tensor_expert(s, t) * w->size_bytes + at, src, (size_t)n, err);
+        const uint64_t at = rfi_tensor_expert(s, t) * w->size_bytes + row0 * row_bytes;
+        r = rf_gguf_read_tensor(s->g, w->tensor, at, src, (size_t)n, err);
         if (r == RF_OK) atomic_fetch_add(&s->stats.bytes_read, n);
         if (r == RF_OK) r = rfi_check_factors(s, t, src, err);
     }
-    if (r == RF_OK) r = s->device->api->weight_write(s->table, s->queue, &part, ticket, err);
+    return r == RF_OK ? s->device->api->weight_write(s->table, s->queue, &part, ticket, err) : r;
+}
+
+/* ticket: of the last copy that was begun, also after a failure. */
+static rf_result rfi_piece_copy(rfi_store *s, const rfi_piece *p, rf_ticket *ticket,
+                                rf_error *err) { /* locked, yields */
+    const rfi_tensor *t = p->t;
+    const rf_plan_weight *w = rfi_tensor_weight(s, t);
+    const uint64_t row_bytes = w->size_bytes / w->n_rows;
+    const uint32_t load = t->n_loads, at_once = (uint32_t)rfi_max_u64(1, RFI_STAGING_BYTES / row_bytes);
+    rfi_staging *pair = NULL;
+    rf_result r = t->pinned ? RF_OK : rfi_staging_take(s, &pair, err);
+    if (r != RF_OK) return r;
+    rfi_monitor_unlock(&s->monitor);
+    if (t->pinned)
+        r = rfi_rows_copy(s, t, p->row0, p->n_rows, (unsigned char *)t->pinned + p->row0 * row_bytes, ticket, err);
+    for (uint32_t row = 0; pair && r == RF_OK && row < p->n_rows; row += at_once) {
+        rfi_buffer *b = rfi_staging_buffer(s, pair);
+        const uint32_t n = (uint32_t)rfi_min_u64(at_once, p->n_rows - row);
+        rf_ticket copy = {0};
+        r = rfi_rows_copy(s, t, p->row0 + row, n, b->mem, &copy, err);
+        if (copy.value) *ticket = copy;
+        b->ticket = copy;
+        b->slot = rfi_tensor_slot(s, t);
+        b->load = load;
+    }
     rfi_monitor_lock(&s->monitor);
     if (ticket->value > s->loader.newest_copy.value) s->loader.newest_copy = *ticket;
-    if (b) {
-        b->slot = part.slot;
-        b->load = t->n_loads;
-        b->ticket = *ticket;
-        b->state = ticket->value ? RFI_STAGING_IN_FLIGHT : RFI_STAGING_FREE;
-    }
+    if (pair) pair->state = RFI_STAGING_FREE;
     return r;
 }
 
@@ -7712,14 +7751,12 @@ static void rfi_store_describe(rfi_store *s) {
         for (uint32_t k = 0; op->kind == RF_OP_ROPE && k < 2; k++)
             if (factors[k] != RF_NONE) s->stored[factors[k]].divides_angles = 1;
     }
-    /* Eight keep one GPU's link busy; side by side each reads more slowly from the page cache, so that several GPUs
-     * take more (measured on two H200s: 12 each) */
-    const uint64_t here = rfi_group_here(s->device),
-                   threads = rfi_min_u64(here > 1 ? 12 * here : 8, rfi_cpu_count()),
-                   readers = rfi_min_u64(threads, s->total_bytes / (4 * RFI_STAGING_BYTES)),
+    /* Twelve keep a GPU's link busy, which reads from the page cache (measured on one and two H200s) */
+    const uint64_t here = rfi_group_here(s->device), threads = rfi_min_u64(12 * here, rfi_cpu_count()),
+                   readers = rfi_min_u64(threads, s->total_bytes / RFI_PIECE_BYTES),
                    max = rfi_min_u64(RFI_GPU_READERS * here, RFI_MAX_READERS);
     l->n_readers_max = (uint32_t)rfi_min_u64(s->desc.n_readers ? s->desc.n_readers : readers, max);
-    l->n_staging_max = 2 * (uint32_t)rfi_max_u64(l->n_readers_max, 1);
+    l->n_staging_max = l->n_readers_max + 1;
 }
 
 /* Nothing of the file is read. The plan becomes the store's, even if this fails; then nothing is left. */
@@ -19866,6 +19903,17 @@ static const rf_device_api rfi_group_api = {
 };
 
 static uint32_t rfi_group_size(const rf_device *d) { return d->api == &rfi_group_api ? rfi_group_of(d->dev)->n : 1; }
+
+/* Have a slab's memory on the members that its weights are on: loads that came by would wait for the driver. */
+static rf_result rfi_group_mem_place(rf_device *d, const rf_mem *mem, uint32_t place, rf_error *err) {
+    const uint32_t n = rfi_group_size(d);
+    rf_result r = RF_OK;
+    rfi_group *const g = n > 1 ? rfi_group_of(d->dev) : NULL;
+    for (uint32_t m = 0; r == RF_OK && g && m < n; m++)
+        if (place >> m & 1) r = rfi_group_mem_have(g, rfi_group_mem_of(mem), m, mem->size_bytes, err);
+    return r;
+}
+
 static int rfi_device_shards(const rf_device *d) { return d->api == &rfi_group_api && rfi_group_of(d->dev)->split; }
 static uint32_t rfi_group_here(const rf_device *d) {
     return d->api == &rfi_group_api && !rfi_group_of(d->dev)->ranks ? rfi_group_of(d->dev)->n : 1;
