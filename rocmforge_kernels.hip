@@ -512,36 +512,37 @@ struct rfk_raw {
 struct rfk_packing {
     uint32_t n_planes; /* 0: not repacked */
     uint32_t at[4], bytes[4];
+    uint32_t bits[2];  /* of the first two planes; 0: bytes as they are; 1, 2: so many bits of a value, by rfk_unit_bits */
 };
 
 static rfk_packing rfk_packing_of(uint32_t type) {
-    static const rfk_packing none = {0, {0, 0, 0, 0}, {0, 0, 0, 0}};
+    static const rfk_packing none = {0, {0, 0, 0, 0}, {0, 0, 0, 0}, {0, 0}};
     static const struct {
         uint32_t type;
         rfk_packing packing;
     } list[] = {
-        {RF_TYPE_Q8_0, {2, {2, 0, 0, 0}, {32, 2, 0, 0}}},
-        {RF_TYPE_Q4_0, {2, {2, 0, 0, 0}, {16, 2, 0, 0}}},
-        {RF_TYPE_Q4_1, {2, {4, 0, 0, 0}, {16, 4, 0, 0}}},
-        {RF_TYPE_Q5_0, {3, {6, 2, 0, 0}, {16, 4, 2, 0}}},
-        {RF_TYPE_Q5_1, {3, {8, 4, 0, 0}, {16, 4, 4, 0}}},
-        {RF_TYPE_Q2_K, {3, {16, 0, 80, 0}, {64, 16, 4, 0}}},
-        {RF_TYPE_Q3_K, {4, {32, 0, 96, 108}, {64, 32, 12, 2}}},
-        {RF_TYPE_Q6_K, {4, {0, 128, 192, 208}, {128, 64, 16, 2}}},
-        {RF_TYPE_IQ4_NL, {2, {2, 0, 0, 0}, {16, 2, 0, 0}}},
-        {RF_TYPE_IQ4_XS, {2, {8, 0, 0, 0}, {128, 8, 0, 0}}},
-        {RF_TYPE_MXFP4, {2, {1, 0, 0, 0}, {16, 1, 0, 0}}},
-        {RF_TYPE_NVFP4, {2, {4, 0, 0, 0}, {32, 4, 0, 0}}},
-        {RF_TYPE_IQ3_XXS, {3, {2, 66, 0, 0}, {64, 32, 2, 0}}},
-        {RF_TYPE_IQ3_S, {3, {2, 66, 0, 0}, {64, 44, 2, 0}}},
-        {RF_TYPE_IQ2_XXS, {2, {2, 0, 0, 0}, {64, 2, 0, 0}}},
-        {RF_TYPE_IQ2_XS, {3, {2, 66, 0, 0}, {64, 8, 2, 0}}},
-        {RF_TYPE_IQ2_S, {3, {2, 66, 0, 0}, {64, 16, 2, 0}}},
-        {RF_TYPE_IQ1_S, {3, {2, 34, 0, 0}, {32, 16, 2, 0}}},
-        {RF_TYPE_TQ1_0, {3, {0, 48, 52, 0}, {48, 4, 2, 0}}},
-        {RF_TYPE_TQ2_0, {2, {0, 64, 0, 0}, {64, 2, 0, 0}}},
-        {RF_TYPE_Q1_0, {2, {2, 0, 0, 0}, {16, 2, 0, 0}}},
-        {RF_TYPE_Q2_0, {2, {2, 0, 0, 0}, {16, 2, 0, 0}}},
+        {RF_TYPE_Q8_0, {2, {2, 0, 0, 0}, {32, 2, 0, 0}, {0, 0}}},
+        {RF_TYPE_Q4_0, {2, {2, 0, 0, 0}, {16, 2, 0, 0}, {0, 0}}},
+        {RF_TYPE_Q4_1, {2, {4, 0, 0, 0}, {16, 4, 0, 0}, {0, 0}}},
+        {RF_TYPE_Q5_0, {3, {6, 2, 0, 0}, {16, 4, 2, 0}, {0, 0}}},
+        {RF_TYPE_Q5_1, {3, {8, 4, 0, 0}, {16, 4, 4, 0}, {0, 0}}},
+        {RF_TYPE_Q2_K, {3, {16, 0, 80, 0}, {64, 16, 4, 0}, {2, 0}}},
+        {RF_TYPE_Q3_K, {4, {32, 0, 96, 108}, {64, 32, 12, 2}, {2, 1}}},
+        {RF_TYPE_Q6_K, {4, {0, 128, 192, 208}, {128, 64, 16, 2}, {0, 0}}},
+        {RF_TYPE_IQ4_NL, {2, {2, 0, 0, 0}, {16, 2, 0, 0}, {0, 0}}},
+        {RF_TYPE_IQ4_XS, {2, {8, 0, 0, 0}, {128, 8, 0, 0}, {0, 0}}},
+        {RF_TYPE_MXFP4, {2, {1, 0, 0, 0}, {16, 1, 0, 0}, {0, 0}}},
+        {RF_TYPE_NVFP4, {2, {4, 0, 0, 0}, {32, 4, 0, 0}, {0, 0}}},
+        {RF_TYPE_IQ3_XXS, {3, {2, 66, 0, 0}, {64, 32, 2, 0}, {0, 0}}},
+        {RF_TYPE_IQ3_S, {3, {2, 66, 0, 0}, {64, 44, 2, 0}, {0, 0}}},
+        {RF_TYPE_IQ2_XXS, {2, {2, 0, 0, 0}, {64, 2, 0, 0}, {0, 0}}},
+        {RF_TYPE_IQ2_XS, {3, {2, 66, 0, 0}, {64, 8, 2, 0}, {0, 0}}},
+        {RF_TYPE_IQ2_S, {3, {2, 66, 0, 0}, {64, 16, 2, 0}, {0, 0}}},
+        {RF_TYPE_IQ1_S, {3, {2, 34, 0, 0}, {32, 16, 2, 0}, {0, 0}}},
+        {RF_TYPE_TQ1_0, {3, {0, 48, 52, 0}, {48, 4, 2, 0}, {0, 0}}},
+        {RF_TYPE_TQ2_0, {2, {0, 64, 0, 0}, {64, 2, 0, 0}, {2, 0}}},
+        {RF_TYPE_Q1_0, {2, {2, 0, 0, 0}, {16, 2, 0, 0}, {0, 0}}},
+        {RF_TYPE_Q2_0, {2, {2, 0, 0, 0}, {16, 2, 0, 0}, {0, 0}}},
     };
     for (uint32_t i = 0; i < sizeof list / sizeof *list; i++)
         if (list[i].type == type) return list[i].packing;
@@ -852,12 +853,13 @@ RFK_DEVICE uint32_t rfk_in_register(uint32_t constant) {
 RFK_DEVICE void rfk_look_up(const rfk_codebook &c, int nibbles, int *low, int *high) {
     const uint32_t v = (uint32_t)nibbles;
 #if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
-    const uint32_t s = v & 0x77777777u, upper = ((v & 0x88888888u) >> 1) | 0x32103210u;
-    const uint32_t a = __byte_perm(__byte_perm(c.word[0], c.word[1], s), __byte_perm(c.word[2], c.word[3], s), upper),
-                   b = __byte_perm(__byte_perm(c.word[0], c.word[1], s >> 16),
-                                   __byte_perm(c.word[2], c.word[3], s >> 16), upper >> 16);
-    *low = (int)__byte_perm(a, b, 0x6420);
-    *high = (int)__byte_perm(a, b, 0x7531);
+    const uint32_t s = v & 0x77777777u, upper = ((v & 0x88888888u) >> 1) | 0x32103210u,
+                   first = rfk_in_register(c.word[0]), third = rfk_in_register(c.word[2]);
+    const uint32_t a = rfk_permute(rfk_permute(first, c.word[1], s), rfk_permute(third, c.word[3], s), upper),
+                   b = rfk_permute(rfk_permute(first, c.word[1], s >> 16), rfk_permute(third, c.word[3], s >> 16),
+                                   upper >> 16);
+    *low = (int)rfk_permute(a, b, 0x6420);
+    *high = (int)rfk_permute(a, b, 0x7531);
 #elif defined(__HIP_DEVICE_COMPILE__)
     const uint32_t part[2] = {v & 0x0f0f0f0fu, (v >> 4) & 0x0f0f0f0fu};
     uint32_t out[2];
@@ -1021,11 +1023,10 @@ template <> struct rfk_format<RF_TYPE_NVFP4> {
         r.a = rfk_load16(w.plane[0] + (block * 2 + u) * 16);
         r.c = rfk_load2(w.plane[1] + (block * 2 + u) * 2);
     }
-    /* Half of a UE4M3 scale: 4 bits of exponent, 3 of fraction, the sign bit ignored; 0x7f is NaN and counts as 0. */
+    /* Half of a UE4M3 scale, whose sign bit is ignored and whose NaN, 0x7f, counts as 0. Its bits are those of a half
+     * that is 256 times smaller. */
     RFK_DEVICE float scale(uint32_t code) {
-        uint32_t exponent = (code >> 3) & 15, fraction = code & 7;
-        if (code == 0x7f) return 0.0f;
-        return exponent ? rfk_as_float((exponent + 119) << 23 | fraction << 20) : (float)fraction * 0.0009765625f;
+        return code == 0x7f ? 0.0f : rfk_from_half((uint16_t)((code & 0x7f) << 7)) * 128.0f;
     }
     RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
         (void)u;
@@ -1038,29 +1039,23 @@ template <> struct rfk_format<RF_TYPE_NVFP4> {
     }
 };
 
-/* 32 bytes hold four units of a block of 256, two bits each. */
-template <class P> RFK_DEVICE void rfk_fetch_quarters(P block, uint32_t u, rfk_raw &r) {
-    r.a = rfk_load16(block + u / 4 * 32);
-    r.b = rfk_load16(block + u / 4 * 32 + 16);
-}
-RFK_DEVICE void rfk_quarters(const rfk_raw &r, uint32_t u, int *q) {
-    rfk_words(r.a, q);
-    rfk_words(r.b, q + 4);
+/* Units of two bits a value: eight bytes, as rfk_unit_bits makes them. */
+RFK_DEVICE void rfk_quarters(const uint32_t *two, int *q) {
     RFK_UNROLL(8)
-    for (int i = 0; i < 8; i++) q[i] = (int)(((uint32_t)q[i] >> (2 * (u % 4))) & 0x03030303u);
+    for (int i = 0; i < 8; i++) q[i] = (int)((two[i / 4] >> (i % 4 * 2)) & 0x03030303u);
 }
 
 template <> struct rfk_format<RF_TYPE_Q2_K> {
     static const int BLOCK = 256, STRIDE = 16, OFFSET = 0, HAS_MIN = 1, SCALES = 2;
     template <class W> RFK_DECODER void fetch(const W &w, size_t block, uint32_t u, rfk_raw &r) {
         size_t b = block + u / 8;
-        rfk_fetch_quarters(w.plane[0] + b * 64, u % 8, r);
+        rfk_load8bytes(w.plane[0] + (block * 8 + u) * 8, r.more);
         r.c = rfk_load2(w.plane[1] + b * 16 + u % 8 * 2);
         r.e = rfk_load4(w.plane[2] + b * 4);
     }
     RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
         float d = rfk_from_half((uint16_t)(r.e & 0xffff)), dmin = rfk_from_half((uint16_t)(r.e >> 16));
-        rfk_quarters(r, u, o.q);
+        rfk_quarters(r.more, o.q);
         RFK_UNROLL(2)
         for (int h = 0; h < 2; h++) {
             o.d[h] = d * (float)((r.c >> (8 * h)) & 15);
@@ -1072,23 +1067,18 @@ template <> struct rfk_format<RF_TYPE_Q2_K> {
 template <> struct rfk_format<RF_TYPE_Q3_K> {
     template <class W> RFK_DECODER void fetch(const W &w, size_t block, uint32_t u, rfk_raw &r) {
         size_t b = block + u / 8;
-        rfk_fetch_quarters(w.plane[0] + b * 64, u % 8, r);
-        r.g = rfk_load16(w.plane[1] + b * 32);
-        r.h = rfk_load16(w.plane[1] + b * 32 + 16);
+        rfk_load8bytes(w.plane[0] + (block * 8 + u) * 8, r.more);
+        r.a.x = (int)rfk_load4(w.plane[1] + (block * 8 + u) * 4);
         r.c = rfk_load2(w.plane[2] + b * 12 + u % 4 * 2);
         r.e = rfk_load2(w.plane[2] + b * 12 + 8 + u % 2 * 2);
         r.f = rfk_load2(w.plane[3] + b * 2);
     }
     RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
-        int high[8];
-        float d = rfk_from_half((uint16_t)r.f);
-        rfk_quarters(r, u, o.q);
-        rfk_words(r.g, high);
-        rfk_words(r.h, high + 4);
+        const float d = rfk_from_half((uint16_t)r.f);
+        rfk_quarters(r.more, o.q);
         u %= 8;
-        RFK_UNROLL(8)
-        for (int i = 0; i < 8; i++)
-            o.q[i] = rfk_subtract4(o.q[i] | (int)((((uint32_t)high[i] >> u) & 0x01010101u) << 2), 4);
+        RFK_UNROLL(8) /* the third bit adds 4, and all values are 4 too large: without it bits 2 to 7 are set */
+        for (int i = 0; i < 8; i++) o.q[i] += (int)((~((uint32_t)r.a.x >> i) & 0x01010101u) * 0xfcu);
         RFK_UNROLL(2)
         for (uint32_t h = 0; h < 2; h++) {
             uint32_t scale = ((r.c >> (8 * h + u / 4 * 4)) & 15) | ((r.e >> (8 * h + u / 2 * 2)) & 3) << 4;
@@ -1281,11 +1271,11 @@ template <> struct rfk_format<RF_TYPE_TQ1_0> {
 
 template <> struct rfk_format<RF_TYPE_TQ2_0> {
     template <class W> RFK_DECODER void fetch(const W &w, size_t block, uint32_t u, rfk_raw &r) {
-        rfk_fetch_quarters(w.plane[0] + (block + u / 8) * 64, u % 8, r);
+        rfk_load8bytes(w.plane[0] + (block * 8 + u) * 8, r.more);
         r.c = rfk_load2(w.plane[1] + (block + u / 8) * 2);
     }
     RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
-        rfk_quarters(r, u, o.q);
+        rfk_quarters(r.more, o.q);
         RFK_UNROLL(8)
         for (int i = 0; i < 8; i++) o.q[i] = rfk_subtract4(o.q[i], 1);
         o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.c);
@@ -1460,6 +1450,18 @@ template <int TYPE> RFK_DEVICE void rfk_load8(const uint8_t *p, size_t i, float 
     }
 }
 
+/* Byte `at` of a plane in which units of 32 values have `bits` bits of each: bits / 4 words, whose byte k has bits of
+ * the values k, 4 + k, 8 + k, ..., from the lowest up. In the file a byte has bits of one value of 8 / bits units. */
+RFK_DEVICE uint8_t rfk_unit_bits(const uint8_t *from, uint32_t at, uint32_t bits) {
+    const uint32_t n = 8 / bits, unit = at / (4 * bits), first = at % (4 * bits) / 4 * 4 * n + at % 4;
+    uint32_t out = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        const uint32_t byte = from[unit / n * 32 + first + 4 * i];
+        out |= ((byte >> (unit % n * bits)) & ((1u << bits) - 1)) << (i * bits);
+    }
+    return (uint8_t)out;
+}
+
 /* Blocks [0, n_blocks) of src, as in the file, to the planes of dst from block `first` on.
  *   grid ceil(n_blocks * block_bytes / step / 256)   block 256   reads and writes every byte once */
 struct rfk_repack_args {
@@ -1477,8 +1479,12 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_repack(rfk_repack_args a) {
     RFK_UNROLL(4)
     for (uint32_t p = 0; p < 4; p++) {
         if (p >= a.packing.n_planes || at < a.packing.at[p] || at - a.packing.at[p] >= a.packing.bytes[p]) continue;
-        uint8_t *to = a.plane[p] + (a.first + block) * a.packing.bytes[p] + (at - a.packing.at[p]);
-        if (a.step == 2) *reinterpret_cast<uint16_t *>(to) = rfk_load2(a.src + i);
+        const uint32_t byte = at - a.packing.at[p], bits = p < 2 ? a.packing.bits[p] : 0;
+        uint8_t *to = a.plane[p] + (a.first + block) * a.packing.bytes[p] + byte;
+        if (bits) {
+            const uint8_t *const from = a.src + block * a.block_bytes + a.packing.at[p];
+            for (uint32_t k = 0; k < a.step; k++) to[k] = rfk_unit_bits(from, byte + k, bits);
+        } else if (a.step == 2) *reinterpret_cast<uint16_t *>(to) = rfk_load2(a.src + i);
         else *to = a.src[i];
     }
 }
@@ -4249,6 +4255,7 @@ struct rfk_fused_args {
 #define RFK_ORDER_LINEAR 0u /* 64 contiguous values */
 #define RFK_ORDER_Q6 1u    /* every other 16 of 128 values */
 #define RFK_ORDER_STRIDED 2u /* four times 16 values, a wave's lanes apart */
+#define RFK_ORDER_UNITS 3u   /* 32 contiguous values, two units a fragment: two pieces and d by the unit */
 struct rfk_column {
     int4 *piece;
     float *scale, *start;
@@ -4276,6 +4283,10 @@ RFK_DEVICE uint32_t rfk_chunk_fragment(const rfk_column &c, uint32_t chunk, uint
         *piece = n == c.wave ? i / c.wave : i / n;
         return first + i - *piece * n;
     }
+    if (c.order == RFK_ORDER_UNITS) {
+        *piece = chunk % 2 * 2; /* the upper halves lie behind the lower ones of all units */
+        return chunk / 2;
+    }
     *piece = chunk % 4;
     return chunk / 4;
 }
@@ -4284,7 +4295,9 @@ RFK_DEVICE uint32_t rfk_chunk_fragment(const rfk_column &c, uint32_t chunk, uint
  * lie in four groups. */
 RFK_DEVICE void rfk_put_scale(const rfk_column &c, uint32_t chunk, float d, int sum16, int sum32) {
     uint32_t piece, fragment = rfk_chunk_fragment(c, chunk, &piece);
-    if (c.order != RFK_ORDER_LINEAR) {
+    if (c.order == RFK_ORDER_UNITS) {
+        if (piece == 0) c.scale[fragment] = d;
+    } else if (c.order != RFK_ORDER_LINEAR) {
         c.scale[4 * fragment + piece] = d;
         c.start[4 * fragment + piece] = rfk_as_float((uint32_t)(RFK_DOT_START - c.offset * sum16));
     } else if (chunk % 2 == 0) {
@@ -4733,7 +4746,7 @@ template <int TYPE> struct rfk_format {
 };
 template <int TYPE> struct rfk_fragments {
     static const int ONLY = TYPE - RFK_ONE(0); /* the type of RFK_ONE; RFK_OTHER: negative */
-    static const int VALUES = 32, DOTS = 2, ORDER = RFK_ORDER_LINEAR;
+    static const int VALUES = 32, DOTS = 2, ORDER = RFK_ORDER_UNITS;
     typedef rfk_raw loaded;
     template <int WAVE> RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_fragment_at &at) {
         at.o[0] = row * (n_in / 32) + lane;
@@ -4765,6 +4778,8 @@ template <int TYPE> struct rfk_fragments {
         to.s[0] = o.d[0], to.s[1] = o.d[1], to.s[2] = o.m[0], to.s[3] = o.m[1];
     }
     RFK_DEVICE float join(const float *s, const float *dots, const rfk_fragment_scales &x, float total) {
+        if (ONLY >= 0 && ONLY != RF_TYPE_Q2_K)
+            return rfk_fma(x.d[0], rfk_fma(s[1], dots[1], rfk_mul(s[0], dots[0])), total);
         const float minimums = rfk_fma(s[3], x.sums[1], rfk_mul(s[2], x.sums[0]));
         return rfk_fma(x.d[0], rfk_fma(s[1], dots[1], rfk_mul(s[0], dots[0])) - minimums, total);
     }
@@ -4891,10 +4906,9 @@ template <int TYPE> struct rfk_unpack_by<TYPE, RF_TYPE_F32> {
 /* Load the column's part of a fragment. */
 template <int TYPE> RFK_DEVICE void rfk_load_x(const rfk_column &c, uint32_t fragment, rfk_fragment_x &x) {
     if (TYPE >= RFK_OTHER) { /* a unit */
-        const uint32_t odd = fragment % 2;
-        x.piece[0] = c.piece[2 * odd * c.n_fragments + fragment / 2];
-        x.piece[1] = c.piece[(2 * odd + 1) * c.n_fragments + fragment / 2];
-        x.scale.x = c.scale[4 * (fragment / 2) + odd];
+        x.piece[0] = c.piece[fragment];
+        x.piece[1] = c.piece[2 * c.n_fragments + fragment];
+        x.scale.x = c.scale[fragment];
         return;
     }
     RFK_UNROLL(4)
@@ -5073,15 +5087,6 @@ static uint32_t rfk_max_in_flight(uint32_t type) {
 #undef RFK_MAX_CASE
 }
 
-/* Units in flight of RFK_OTHER types, each with code of its own: on NVIDIA as many as fit into 64 registers. */
-#if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
-#define RFK_ONE_IN_FLIGHT(TYPE) \
-    ((TYPE) == RF_TYPE_Q3_K || (TYPE) == RF_TYPE_TQ1_0 ? 1 \
-     : (TYPE) == RF_TYPE_Q2_K || (TYPE) == RF_TYPE_TQ2_0 ? 2 \
-                                                         : 4)
-#else
-#define RFK_ONE_IN_FLIGHT(TYPE) 1
-#endif
 /* grid: the blocks of each product   block RFK_FUSED_BLOCK   LDS 6 KiB and 1.5 bytes a value of the column
  *   reads W once
  * U: fragments in flight a lane, or fewer if the type needs more registers; OTHER: for RFK_OTHER types, where U does
@@ -5105,7 +5110,7 @@ static __global__ void RFK_RESIDENT(RFK_FUSED_BLOCK, RFK_FUSED_RESIDENT) rfk_fus
 #define RFK_ONE_CASE(TYPE) \
     case TYPE: \
         if (rfk_built<TYPE>::is) \
-            rfk_fused_block<RFK_ONE(TYPE), WAVE, RFK_ONE_IN_FLIGHT(TYPE)>(a, p, number, n_blocks, c, s); \
+            rfk_fused_block<RFK_ONE(TYPE), WAVE, 1>(a, p, number, n_blocks, c, s); \
         return;
         switch (p.type) {
             RFK_OTHER32_TYPES(RFK_ONE_CASE)
@@ -5148,6 +5153,8 @@ template <int WAVE> RFK_DEVICE void rfk_wave_sums(float *x, float *y) {
 #define RFK_HAS_PAIRS(dev) false
 #endif
 #define RFK_PAIRS_BLOCK 512u
+/* Units of RFK_OTHER types in flight, of each row of the pair. */
+#define RFK_PAIRS_UNITS(TYPE) ((TYPE) == RF_TYPE_TQ1_0 ? 2 : 4)
 #define RFK_IS_Q4_K_M(type) ((type) == RF_TYPE_Q4_K || (type) == RF_TYPE_Q6_K)
 #if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
 template <int TYPE, int U>
@@ -5177,11 +5184,17 @@ RFK_DEVICE void rfk_pairs_block(const rfk_fused_args &a, const rfk_product &p, u
         F::template next<32>(at[0]);
         F::template next<32>(at[1]);
     }
+    rfk_fill_grid<rfk_grid_of<TYPE>::IS>(c.grid, RFK_PAIRS_BLOCK);
     rfk_wait_previous();
     if (a.to_norm && threadIdx.x < RFK_FUSED_PASSES * 32) s.to_norm[threadIdx.x / 32][threadIdx.x % 32] = to_norm;
     if (a.sum.n_members && threadIdx.x == 0) rfk_begin_sum(a.sum, s.sum);
     rfk_fill_column<32>(a, c, weight, s, RFK_PAIRS_BLOCK);
-    float before = p.accumulate && lane < each && row + lane < n_out ? p.out[row + lane] : 0.0f;
+    /* A lane keeps one of the wave's results: of a GLU two products. With as many as there are lanes, or all, the lanes
+     * finish theirs at once. */
+    const uint32_t turn = lane / each;
+    uint32_t own_place = place + turn * waves * each + lane % each, n_made = 0,
+             own_row = (own_place / 32 * n_blocks + number) * 32 + own_place % 32;
+    float before = p.accumulate && own_row < n_out ? p.out[own_row] : 0.0f, made[2] = {0, 0};
     while (row < n_out) {
         uint32_t next_round = round + 1, next_place = place, next_row = row;
         if (next_round == rounds) { /* the rows are done: next two */
@@ -5201,8 +5214,8 @@ RFK_DEVICE void rfk_pairs_block(const rfk_fused_args &a, const rfk_product &p, u
                 RFK_UNROLL(2)
                 for (int j = 0; j < 2; j++) {
                     rfk_fragment_weights w;
-                    rfk_unpack_dots<TYPE>::run(raw[k][j], lane, w);
-                    sum[j] = rfk_dot_unpacked<TYPE>(w, false, x, sum[j]);
+                    rfk_unpack_by<TYPE, rfk_grid_of<TYPE>::IS>::run(raw[k][j], lane, c.grid, w);
+                    sum[j] = rfk_dot_unpacked<TYPE>(w, rfk_is_q2<TYPE>(raw[k][j]), x, sum[j]);
                 }
             }
             if (next_row < n_out && next_round * U + k < mine)
@@ -5212,12 +5225,18 @@ RFK_DEVICE void rfk_pairs_block(const rfk_fused_args &a, const rfk_product &p, u
         }
         if (next_round == 0) {
             rfk_wave_sums<32>(&sum[0], &sum[1]);
-            if (lane < each && row + lane < n_out) {
-                const float gate = rfk_mul(sum[0], s.factor), own = a.glu || lane ? rfk_mul(sum[1], s.factor) : gate,
-                            made = rfk_fused_epilogue(a, p, row + lane, gate, own, before, s.sum);
-                if (a.to8.q || a.sum.n_members) s.out[place / 32][place % 32 + lane] = made;
+            if (turn == n_made++) made[0] = sum[0], made[1] = a.glu || lane % 2 ? sum[1] : sum[0];
+            if (n_made * each == 32 || next_row >= n_out) {
+                if (turn < n_made && own_row < n_out) {
+                    const float result = rfk_fused_epilogue(a, p, own_row, rfk_mul(made[0], s.factor),
+                                                            rfk_mul(made[1], s.factor), before, s.sum);
+                    if (a.to8.q || a.sum.n_members) s.out[own_place / 32][own_place % 32] = result;
+                }
+                n_made = 0;
+                own_place += 32 * waves;
+                own_row = (own_place / 32 * n_blocks + number) * 32 + own_place % 32;
+                before = p.accumulate && own_row < n_out ? p.out[own_row] : 0.0f;
             }
-            before = p.accumulate && lane < each && next_row + lane < n_out ? p.out[next_row + lane] : 0.0f;
             sum[0] = sum[1] = 0;
         }
         place = next_place, row = next_row, round = next_round;
@@ -5230,10 +5249,10 @@ RFK_DEVICE void rfk_pairs_block(const rfk_fused_args &a, const rfk_product &p, u
 
 /* grid: the blocks of each product   block RFK_PAIRS_BLOCK   LDS 6 KiB and 1.5 bytes a value of the column
  *   reads W once
- * Q4_K_M: no other types than the two of such files. Less code takes less time to fetch: 2 to 3 % of a step of 8B,
- * gemma3 12B and 30B-A3B on an H200. */
-template <bool Q4_K_M>
-static __global__ void RFK_RESIDENT(RFK_PAIRS_BLOCK, 1) rfk_pairs_matvec(rfk_fused_args a) {
+ * FOR: the types of Q4_K_M files, all of RFK_FUSED_TYPES, or RFK_OTHER types. Less code takes less time to fetch: 2 to
+ * 3 % of a step of 8B, gemma3 12B and 30B-A3B on an H200. */
+enum { RFK_PAIRS_Q4_K_M, RFK_PAIRS_FUSED, RFK_PAIRS_OTHER };
+template <int FOR> static __global__ void RFK_RESIDENT(RFK_PAIRS_BLOCK, 1) rfk_pairs_matvec(rfk_fused_args a) {
     RFK_SHARED(rfk_fused_shared, s);
     RFK_DYNAMIC(int4, column);
     uint32_t number, n_blocks;
@@ -5242,13 +5261,22 @@ static __global__ void RFK_RESIDENT(RFK_PAIRS_BLOCK, 1) rfk_pairs_matvec(rfk_fus
     const rfk_column c = rfk_column_in(column, a.n_in);
 #define RFK_PAIRS_CASE(TYPE, max) \
     case TYPE: \
-        if (rfk_built<TYPE>::is && (!Q4_K_M || RFK_IS_Q4_K_M(TYPE))) \
+        if (rfk_built<TYPE>::is && FOR != RFK_PAIRS_OTHER && (FOR == RFK_PAIRS_FUSED || RFK_IS_Q4_K_M(TYPE))) \
             rfk_pairs_block<TYPE, max>(a, p, number, n_blocks, c, s); \
+        break;
+#define RFK_PAIRS_UNITS_CASE(TYPE) \
+    case TYPE: \
+        if (rfk_built<TYPE>::is && FOR == RFK_PAIRS_OTHER) \
+            rfk_pairs_block<RFK_ONE(TYPE), RFK_PAIRS_UNITS(TYPE)>(a, p, number, n_blocks, c, s); \
         break;
     switch (p.type) {
         RFK_FUSED_TYPES(RFK_PAIRS_CASE)
+        RFK_OTHER32_TYPES(RFK_PAIRS_UNITS_CASE)
+        RFK_OTHER16_TYPES(RFK_PAIRS_UNITS_CASE)
+        RFK_PAIRS_UNITS_CASE(RF_TYPE_Q2_K)
     default: break;
     }
+#undef RFK_PAIRS_UNITS_CASE
 #undef RFK_PAIRS_CASE
 }
 #endif
@@ -13173,8 +13201,9 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
     if (r == RF_OK) { /* griddepcontrol is in code for sm_90 and later; long columns need more than 48 KiB of LDS */
         rfk_scope scope(d->index); /* attributes belong to the current device */
         const void *rows[4] = {(const void *)rfk_fused_matvec<32, 1, false>,
-                               (const void *)rfk_fused_matvec<32, 1, true>, (const void *)rfk_pairs_matvec<false>,
-                               (const void *)rfk_pairs_matvec<true>};
+                               (const void *)rfk_pairs_matvec<RFK_PAIRS_Q4_K_M>,
+                               (const void *)rfk_pairs_matvec<RFK_PAIRS_FUSED>,
+                               (const void *)rfk_pairs_matvec<RFK_PAIRS_OTHER>};
         d->early = cudaFuncGetAttributes(&kernel, rows[0]) == cudaSuccess && kernel.ptxVersion >= 90;
         d->clusters = d->early && cudaDeviceGetAttribute(&value, cudaDevAttrClusterLaunch, d->index) == cudaSuccess &&
                       value;
@@ -16095,11 +16124,11 @@ static void rfk_bind_deferred_norm(rf_prepared *p, const rfk_fused *f, rfk_fused
 }
 
 template <int WAVE> static void (*rfk_find_fused_matvec(bool other, uint32_t fragments))(rfk_fused_args) {
-    if (other) return rfk_fused_matvec<WAVE, 1, true>;
 #if defined(RFK_NVIDIA)
-    (void)fragments; /* of 2, the caller takes rfk_pairs_matvec */
+    (void)other, (void)fragments; /* of RFK_OTHER and of 2, the caller takes rfk_pairs_matvec */
     return rfk_fused_matvec<WAVE, 1, false>;
 #else
+    if (other) return rfk_fused_matvec<WAVE, 1, true>;
     return fragments == 1 ? rfk_fused_matvec<WAVE, 1, false> : rfk_fused_matvec<WAVE, RFK_MAX_IN_FLIGHT, false>;
 #endif
 }
@@ -16230,7 +16259,7 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     rfk_bind_deferred_norm(p, f, &a);
     const rf_launch_config *config = &p->stats.configs[p->stats.config];
     const bool other = rfk_is_other(p->plan, f->products);
-    const bool pairs = RFK_HAS_PAIRS(p->dev) && !other && config->in_flight == 2;
+    const bool pairs = RFK_HAS_PAIRS(p->dev) && (other || config->in_flight == 2);
     const uint32_t waves = RFK_FUSED_BLOCK_OF(p->dev) / p->dev->wave,
                    shared = a.n_in / 64 * 96 + rfk_grid_bytes(a.part, f->n_products);
     uint32_t per_cu = config->blocks_per_cu;
@@ -16244,7 +16273,10 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
         RFK_BY_WAVE(l, rfk_find_fused_matvec<32>(other, config->in_flight),
                     rfk_find_fused_matvec<64>(other, config->in_flight));
 #if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
-    if (pairs) kernel = rfk_is_q4_k_m(a.part) ? rfk_pairs_matvec<true> : rfk_pairs_matvec<false>;
+    if (pairs)
+        kernel = other ? rfk_pairs_matvec<RFK_PAIRS_OTHER>
+                 : rfk_is_q4_k_m(a.part) ? rfk_pairs_matvec<RFK_PAIRS_Q4_K_M>
+                                         : rfk_pairs_matvec<RFK_PAIRS_FUSED>;
 #endif
     return rfk_enqueue_config(l, kernel, c, a);
 }
