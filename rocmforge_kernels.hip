@@ -512,7 +512,7 @@ struct rfk_raw {
 struct rfk_packing {
     uint32_t n_planes; /* 0: not repacked */
     uint32_t at[4], bytes[4];
-    uint32_t bits[2];  /* of the first two planes; 0: bytes as they are; 1, 2: so many bits of a value, by rfk_unit_bits */
+    uint32_t bits[2];  /* of the first two planes; 0: bytes as they are; 1, 2: bits of a value, by rfk_unit_bits */
 };
 
 static rfk_packing rfk_packing_of(uint32_t type) {
@@ -5140,10 +5140,11 @@ template <int WAVE> RFK_DEVICE void rfk_wave_sums(float *x, float *y) {
 }
 
 /* ---- one column, rows in pairs ----
- * On NVIDIA the launch config of two fragments in flight, with the bits of rfk_fused_matvec: a wave takes two rows at a
- * time, of the two products of a GLU or adjacent ones. Both use what a lane has read of the column, and half as many
- * waves leave the registers. A block makes 32 results, then the next 32. 8B Q4_K_M on an H200: 562 -> 590 tok/s; others
- * lose up to 1.5 %, so launch configs are timed. */
+ * On NVIDIA, with the bits of rfk_fused_matvec: a wave takes two rows at a time, of the two products of a GLU or
+ * adjacent ones. Both use what a lane has read of the column, and half as many waves leave the registers. A block makes
+ * 32 results, then the next 32. 8B on an H200: Q4_K_M 562 -> 590 tok/s, Q3_K 418 -> 445, IQ3_S 388 -> 437. RFK_OTHER
+ * types always run so; of RFK_FUSED_TYPES some models lose up to 1.5 %: there it is the launch config of two fragments
+ * in flight, and launch configs are timed. */
 
 #if defined(RFK_NVIDIA)
 #define RFK_HAS_PAIRS(dev) true
@@ -5157,6 +5158,26 @@ template <int WAVE> RFK_DEVICE void rfk_wave_sums(float *x, float *y) {
 #define RFK_PAIRS_UNITS(TYPE) ((TYPE) == RF_TYPE_TQ1_0 ? 2 : 4)
 #define RFK_IS_Q4_K_M(type) ((type) == RF_TYPE_Q4_K || (type) == RF_TYPE_Q6_K)
 #if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
+/* A result that a lane keeps, of a GLU two products: with as many as a wave has lanes, or all, the lanes finish theirs
+ * at once. */
+struct rfk_pairs_result {
+    uint32_t turn;       /* the wave's pair that it is of: so many before it */
+    uint32_t place, row; /* among the block's results; in the product */
+    float before;        /* what is there, if the product accumulates */
+    float made[2];
+};
+RFK_DEVICE void rfk_place_result(const rfk_product &p, uint32_t number, uint32_t n_blocks, rfk_pairs_result &o) {
+    o.row = (o.place / 32 * n_blocks + number) * 32 + o.place % 32;
+    o.before = p.accumulate && o.row < p.n_out ? p.out[o.row] : 0.0f;
+}
+RFK_DEVICE void rfk_finish_results(const rfk_fused_args &a, const rfk_product &p, uint32_t n_made,
+                                   const rfk_pairs_result &o, rfk_fused_shared &s) {
+    if (o.turn >= n_made || o.row >= p.n_out) return;
+    const float result = rfk_fused_epilogue(a, p, o.row, rfk_mul(o.made[0], s.factor), rfk_mul(o.made[1], s.factor),
+                                            o.before, s.sum);
+    if (a.to8.q || a.sum.n_members) s.out[o.place / 32][o.place % 32] = result;
+}
+
 template <int TYPE, int U>
 RFK_DEVICE void rfk_pairs_block(const rfk_fused_args &a, const rfk_product &p, uint32_t number, uint32_t n_blocks,
                                 rfk_column c, rfk_fused_shared &s) {
@@ -5189,12 +5210,9 @@ RFK_DEVICE void rfk_pairs_block(const rfk_fused_args &a, const rfk_product &p, u
     if (a.to_norm && threadIdx.x < RFK_FUSED_PASSES * 32) s.to_norm[threadIdx.x / 32][threadIdx.x % 32] = to_norm;
     if (a.sum.n_members && threadIdx.x == 0) rfk_begin_sum(a.sum, s.sum);
     rfk_fill_column<32>(a, c, weight, s, RFK_PAIRS_BLOCK);
-    /* A lane keeps one of the wave's results: of a GLU two products. With as many as there are lanes, or all, the lanes
-     * finish theirs at once. */
-    const uint32_t turn = lane / each;
-    uint32_t own_place = place + turn * waves * each + lane % each, n_made = 0,
-             own_row = (own_place / 32 * n_blocks + number) * 32 + own_place % 32;
-    float before = p.accumulate && own_row < n_out ? p.out[own_row] : 0.0f, made[2] = {0, 0};
+    rfk_pairs_result own = {lane / each, place + lane / each * waves * each + lane % each, 0, 0, {0, 0}};
+    rfk_place_result(p, number, n_blocks, own);
+    uint32_t n_made = 0;
     while (row < n_out) {
         uint32_t next_round = round + 1, next_place = place, next_row = row;
         if (next_round == rounds) { /* the rows are done: next two */
@@ -5225,17 +5243,12 @@ RFK_DEVICE void rfk_pairs_block(const rfk_fused_args &a, const rfk_product &p, u
         }
         if (next_round == 0) {
             rfk_wave_sums<32>(&sum[0], &sum[1]);
-            if (turn == n_made++) made[0] = sum[0], made[1] = a.glu || lane % 2 ? sum[1] : sum[0];
+            if (own.turn == n_made++) own.made[0] = sum[0], own.made[1] = a.glu || lane % 2 ? sum[1] : sum[0];
             if (n_made * each == 32 || next_row >= n_out) {
-                if (turn < n_made && own_row < n_out) {
-                    const float result = rfk_fused_epilogue(a, p, own_row, rfk_mul(made[0], s.factor),
-                                                            rfk_mul(made[1], s.factor), before, s.sum);
-                    if (a.to8.q || a.sum.n_members) s.out[own_place / 32][own_place % 32] = result;
-                }
+                rfk_finish_results(a, p, n_made, own, s);
                 n_made = 0;
-                own_place += 32 * waves;
-                own_row = (own_place / 32 * n_blocks + number) * 32 + own_place % 32;
-                before = p.accumulate && own_row < n_out ? p.out[own_row] : 0.0f;
+                own.place += 32 * waves;
+                rfk_place_result(p, number, n_blocks, own);
             }
             sum[0] = sum[1] = 0;
         }
