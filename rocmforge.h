@@ -12701,7 +12701,8 @@ static void rfi_matmul_panels(const rfi_quant_matmul *q, const rfi_matmul *m) {
 static void rfi_matmul_quant(const rfi_kernels *k, uint32_t type, const rfi_matmul *m) {
     rfi_quant_matmul q = {.k = k, .type = type, .n_blocks = 256 / rfi_types[type].block_elements};
     if (m->n_rows == 0 || m->n_cols == 0 || m->n_in == 0) return;
-    if (rfi_expansions[type].kind) q.expand = k->expander(type), q.type = rfi_expansions[type].kind;
+    if (rfi_expansions[type].kind) q.expand = k->expander(type);
+    if (q.expand) q.type = rfi_expansions[type].kind;
     q.unit_bytes = q.n_blocks * rfi_types[type].block_bytes;
     q.quant = &k->quant[q.type];
     if (m->n_cols > k->n_few[q.expand != NULL]) rfi_matmul_panels(&q, m);
@@ -12712,9 +12713,10 @@ static void rfi_matmul_quant(const rfi_kernels *k, uint32_t type, const rfi_matm
 typedef enum rfi_kind { RFI_KIND_BIAS = 0, RFI_KIND_MIN = 1, RFI_KIND_HALVES = 2, RFI_KIND_HALVES_MIN = 3 } rfi_kind;
 
 RFI_INLINE rfi_kind rfi_kind_of(uint32_t type) {
-    return type == RF_TYPE_Q6_K || type == RFI_TYPE_EXPANDED_16 ? RFI_KIND_HALVES
-         : type == RFI_TYPE_EXPANDED_MIN                        ? RFI_KIND_HALVES_MIN
-         : type == RF_TYPE_Q4_0 || type == RF_TYPE_Q5_0 || type == RF_TYPE_Q8_0 || type == RFI_TYPE_EXPANDED_32
+    return type == RF_TYPE_Q6_K || type == RF_TYPE_Q3_K || type == RFI_TYPE_EXPANDED_16 ? RFI_KIND_HALVES
+         : type == RF_TYPE_Q2_K || type == RFI_TYPE_EXPANDED_MIN                       ? RFI_KIND_HALVES_MIN
+         : type == RF_TYPE_Q4_0 || type == RF_TYPE_Q5_0 || type == RF_TYPE_Q8_0 || type == RF_TYPE_IQ4_NL ||
+           type == RF_TYPE_IQ4_XS || type == RF_TYPE_MXFP4 || type == RFI_TYPE_EXPANDED_32
              ? RFI_KIND_BIAS : RFI_KIND_MIN;
 }
 RFI_INLINE uint32_t rfi_kind_scales(rfi_kind kind) { return kind & 2 ? 2 : 1; } /* of a group */
@@ -12727,12 +12729,13 @@ RFI_INLINE int rfi_is_signed(uint32_t type) {
 
 /* The bias: subtracted from the stored value. */
 RFI_INLINE int rfi_bias_of(uint32_t type) {
-    return type == RF_TYPE_Q4_0 ? 8 : type == RF_TYPE_Q5_0 ? 16 : type == RF_TYPE_Q6_K ? 32 : 0;
+    return type == RF_TYPE_Q4_0 ? 8 : type == RF_TYPE_Q5_0 ? 16 : type == RF_TYPE_Q6_K ? 32 : type == RF_TYPE_Q3_K ? 4
+         : type == RF_TYPE_IQ4_NL || type == RF_TYPE_IQ4_XS || type == RF_TYPE_MXFP4 ? 128 : 0;
 }
 
 /* rfi_q8.b is -128 times the sum of inputs: this shift to the right makes it -bias times the sum. */
 RFI_INLINE int rfi_bias_shift(uint32_t type) {
-    return type == RF_TYPE_Q4_0 ? 4 : type == RF_TYPE_Q5_0 ? 3 : type == RF_TYPE_Q6_K ? 2 : 0;
+    return type == RF_TYPE_Q4_0 ? 4 : type == RF_TYPE_Q5_0 ? 3 : type == RF_TYPE_Q6_K ? 2 : type == RF_TYPE_Q3_K ? 5 : 0;
 }
 
 RFI_INLINE uint32_t rfi_unit_bytes(uint32_t type) {
@@ -12740,6 +12743,9 @@ RFI_INLINE uint32_t rfi_unit_bytes(uint32_t type) {
          : type == RF_TYPE_Q5_0 ? 8 * RFI_BYTES_Q5_0 : type == RF_TYPE_Q5_1 ? 8 * RFI_BYTES_Q5_1
          : type == RF_TYPE_Q8_0 ? 8 * RFI_BYTES_Q8_0 : type == RF_TYPE_Q4_K ? RFI_BYTES_Q4_K
          : type == RF_TYPE_Q5_K ? RFI_BYTES_Q5_K : type == RF_TYPE_Q6_K ? RFI_BYTES_Q6_K
+         : type == RF_TYPE_Q2_K ? RFI_BYTES_Q2_K : type == RF_TYPE_Q3_K ? RFI_BYTES_Q3_K
+         : type == RF_TYPE_IQ4_NL ? 8 * RFI_BYTES_IQ4_NL : type == RF_TYPE_MXFP4 ? 8 * RFI_BYTES_MXFP4
+         : type == RF_TYPE_IQ4_XS ? RFI_BYTES_IQ4_XS
          : (uint32_t)sizeof(rfi_expanded);
 }
 
@@ -12761,6 +12767,14 @@ RFI_INLINE uint32_t rfi_unit_bytes(uint32_t type) {
     X(isa, TARGET, Q5_K, RF_TYPE_Q5_K) X(isa, TARGET, Q6_K, RF_TYPE_Q6_K)                               \
     X(isa, TARGET, EXPANDED_32, RFI_TYPE_EXPANDED_32) X(isa, TARGET, EXPANDED_16, RFI_TYPE_EXPANDED_16) \
     X(isa, TARGET, EXPANDED_MIN, RFI_TYPE_EXPANDED_MIN)
+/* Types that one instruction set takes as they are, others expanded. */
+#define RFI_NOT_EXPANDED_scalar(X)
+#define RFI_NOT_EXPANDED_avx2(X)
+#define RFI_NOT_EXPANDED_neon(X)
+#define RFI_NOT_EXPANDED_avx512(X)                                                        \
+    X(avx512, RFI_512, Q2_K, RF_TYPE_Q2_K) X(avx512, RFI_512, Q3_K, RF_TYPE_Q3_K)         \
+    X(avx512, RFI_512, IQ4_NL, RF_TYPE_IQ4_NL) X(avx512, RFI_512, IQ4_XS, RF_TYPE_IQ4_XS) \
+    X(avx512, RFI_512, MXFP4, RF_TYPE_MXFP4)
 
 /* ---- float matmul, common to all instruction sets ---- */
 
@@ -12834,7 +12848,8 @@ static void rfi_matmul_float(void (*tile)(rfi_float_tile *), uint32_t value_byte
 #define RFI_KERNELS(isa, elementwise)                                                                                 \
     .n_lanes = RFI_LANES_##isa, .n_panels = RFI_PANELS_##isa, .n_cols = RFI_COLS_##isa,                               \
     .n_few = {RFI_FEW_##isa, RFI_FEW_EXPANDED_##isa},                                                                 \
-    .quant = {RFI_QUANT_TYPES(RFI_QUANT_ENTRY, isa, )}, .tile = rfi_##isa##_tile, .expander = rfi_##isa##_expander,   \
+    .quant = {RFI_QUANT_TYPES(RFI_QUANT_ENTRY, isa, ) RFI_NOT_EXPANDED_##isa(RFI_QUANT_ENTRY)},                       \
+    .tile = rfi_##isa##_tile, .expander = rfi_##isa##_expander,                                                       \
     .float_tile = {[RF_TYPE_F32] = rfi_##isa##_tile_F32,                                                              \
                    [RF_TYPE_F16] = RFI_IF_BUILT(RF_TYPE_F16, rfi_##isa##_tile_F16),                                   \
                    [RF_TYPE_BF16] = RFI_IF_BUILT(RF_TYPE_BF16, rfi_##isa##_tile_BF16)},                               \
@@ -13497,12 +13512,41 @@ RFI_INLINE RFI_512 void rfi_512_fifth(const uint8_t *qh, uint64_t step, __m512i 
 
 /* Group of lane l: the first four vectors' lanes are groups order 0..3 of a unit, the others' 4..7. */
 RFI_INLINE uint32_t rfi_512_group(uint32_t type, uint32_t l) {
-    return rfi_is_expanded(type) ? l
-         : type == RF_TYPE_Q6_K  ? (l & 4) / 2 + (l & 1) + (l & 2) * 2 : (l & 4) / 4 + (l & 3) * 2;
+    return rfi_is_expanded(type) || type == RF_TYPE_IQ4_XS ? l
+         : type == RF_TYPE_Q2_K || type == RF_TYPE_Q3_K    ? l / 2 + (l & 1) * 4
+         : type == RF_TYPE_Q6_K ? (l & 4) / 2 + (l & 1) + (l & 2) * 2 : (l & 4) / 4 + (l & 3) * 2;
 }
 /* The inverse. */
 RFI_INLINE uint32_t rfi_512_lane(uint32_t type, uint32_t g) {
-    return rfi_is_expanded(type) || type == RF_TYPE_Q6_K ? rfi_512_group(type, g) : (g & 1) * 4 + g / 2;
+    if (type == RF_TYPE_Q2_K || type == RF_TYPE_Q3_K) return (g & 3) * 2 + g / 4;
+    return rfi_is_expanded(type) || type == RF_TYPE_IQ4_XS || type == RF_TYPE_Q6_K ? rfi_512_group(type, g)
+         : (g & 1) * 4 + g / 2;
+}
+
+/* A codebook's values for the low four bits of bytes, plus 128. */
+RFI_INLINE RFI_512 __m512i rfi_512_codes(uint32_t type, __m512i v) {
+    const __m128i list = rfi_128_load(type == RF_TYPE_MXFP4 ? rfi_fp4_list : rfi_iq4_list);
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_xor_si128(list, _mm_set1_epi8(-128))),
+                               _mm512_and_si512(v, _mm512_set1_epi8(15)));
+}
+
+/* Values of 2 bits, with `high` of 3: the four groups of a half of the block are in the same bytes. */
+RFI_INLINE RFI_512 void rfi_512_pairs(const uint8_t *p, const uint8_t *high, __m512i *q) {
+    const __m512i v = _mm512_loadu_si512(p), two = _mm512_set1_epi8(3), third = _mm512_set1_epi8(4);
+    const __m512i half[2] = {_mm512_shuffle_i32x4(v, v, 0x88), _mm512_shuffle_i32x4(v, v, 0xdd)};
+    const __m512i count[2] = {_mm512_set_epi32(2, 2, 2, 2, 2, 2, 2, 2, 0, 0, 0, 0, 0, 0, 0, 0),
+                              _mm512_set_epi32(6, 6, 6, 6, 6, 6, 6, 6, 4, 4, 4, 4, 4, 4, 4, 4)};
+    RFI_UNROLL(4)
+    for (int i = 0; i < 4; i++) q[i] = _mm512_and_si512(_mm512_srlv_epi32(half[i & 1], count[i >> 1]), two);
+    if (!high) return;
+    /* as in rfi_512_values: group g's bit moves from bit g to bit 2 */
+    const __m512i turn[2] = {_mm512_set_epi32(29, 29, 29, 29, 1, 1, 1, 1, 30, 30, 30, 30, 2, 2, 2, 2),
+                             _mm512_set_epi32(27, 27, 27, 27, 31, 31, 31, 31, 28, 28, 28, 28, 0, 0, 0, 0)};
+    RFI_UNROLL(4)
+    for (int i = 0; i < 4; i++) {
+        const __m512i bits = _mm512_broadcast_i32x4(rfi_128_load(high + 16 * (i & 1)));
+        q[i] = _mm512_ternarylogic_epi32(q[i], _mm512_rolv_epi32(bits, turn[i >> 1]), third, 0xf8);
+    }
 }
 
 /* A unit's values, unsigned: q[0], q[1] the first and second 16 of groups 0 to 3 in rfi_512_group's order, one group
@@ -13517,6 +13561,18 @@ RFI_INLINE RFI_512 void rfi_512_values(uint32_t type, const uint8_t *p, __m512i 
             const __m512i a = _mm512_loadu_si512(p + 64 * i), b = _mm512_loadu_si512(p + 64 * i + 64);
             q[i] = _mm512_xor_si512(_mm512_shuffle_i32x4(a, b, 0x88), flip);
             q[i + 1] = _mm512_xor_si512(_mm512_shuffle_i32x4(a, b, 0xdd), flip);
+        }
+    } else if (type == RF_TYPE_Q2_K) {
+        rfi_512_pairs(((const rfi_block_q2_k *)p)->q, NULL, q);
+    } else if (type == RF_TYPE_Q3_K) {
+        rfi_512_pairs(((const rfi_block_q3_k *)p)->q, ((const rfi_block_q3_k *)p)->high, q);
+    } else if (type == RF_TYPE_IQ4_XS || type == RF_TYPE_IQ4_NL || type == RF_TYPE_MXFP4) {
+        RFI_UNROLL(2)
+        for (uint32_t i = 0; i < 2; i++) {
+            const uint8_t *const b = type == RF_TYPE_IQ4_XS ? ((const rfi_block_iq4_xs *)p)->q + 64 * i
+                                                            : p + i * step + (type == RF_TYPE_MXFP4 ? 1 : 2);
+            const __m512i v = type == RF_TYPE_IQ4_XS ? _mm512_loadu_si512(b) : rfi_512_pick(b, 2 * step);
+            q[2 * i] = rfi_512_codes(type, v), q[2 * i + 1] = rfi_512_codes(type, _mm512_srli_epi16(v, 4));
         }
     } else if (type == RF_TYPE_Q8_0) {
         RFI_UNROLL(4)
@@ -13576,6 +13632,70 @@ RFI_INLINE RFI_512 void rfi_512_heads(const rfi_rows *r, uint64_t offset, __m512
 /* The low halves of 32-bit elements, converted from half precision. */
 RFI_INLINE RFI_512 __m512 rfi_512_half(__m512i v) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(v)); }
 
+/* As rfi_mxfp4_scale, of the lowest bytes. */
+RFI_INLINE RFI_512 __m512 rfi_512_mxfp4(__m512i v) {
+    const __m512i e = _mm512_and_si512(v, _mm512_set1_epi32(255)), two = _mm512_set1_epi32(2);
+    const __m512i normal = _mm512_slli_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(1)), 23);
+    return _mm512_castsi512_ps(_mm512_mask_sllv_epi32(normal, _mm512_cmplt_epu32_mask(e, two),
+                                                      _mm512_set1_epi32(0x200000), e));
+}
+
+/* Byte k of 32-bit elements, minus `less`, times d. */
+RFI_INLINE RFI_512 __m512 rfi_512_times(__m512i v, uint32_t k, int less, __m512 d) {
+    const __m512i byte = _mm512_and_si512(_mm512_srli_epi32(v, 8 * k), _mm512_set1_epi32(255));
+    return _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_sub_epi32(byte, _mm512_set1_epi32(less))));
+}
+
+RFI_INLINE RFI_512 void rfi_512_q2_k_scales(const rfi_rows *r, uint64_t offset, float *s, float *m) {
+    const __m512i four = _mm512_set1_epi32(0x0f0f0f0f);
+    uint32_t both[16]; /* d, dmin */
+    __m512i head[4];
+    RFI_UNROLL(16)
+    for (int l = 0; l < 16; l++) both[l] = rfi_load_u32(r->row[l] + offset + offsetof(rfi_block_q2_k, d));
+    const __m512i v = _mm512_loadu_si512(both);
+    const __m512 d = rfi_512_half(v), dmin = _mm512_sub_ps(_mm512_setzero_ps(), rfi_512_half(_mm512_srli_epi32(v, 16)));
+    rfi_512_heads(r, offset, head);
+    RFI_UNROLL(4)
+    for (uint32_t i = 0; i < 4; i++) {
+        const __m512i low = _mm512_and_si512(head[i], four), high = _mm512_and_si512(_mm512_srli_epi32(head[i], 4), four);
+        RFI_UNROLL(4)
+        for (uint32_t k = 0; k < 4; k++) {
+            _mm512_storeu_ps(s + (4 * i + k) * 16, rfi_512_times(low, k, 0, d));
+            _mm512_storeu_ps(m + (4 * i + k) * 16, rfi_512_times(high, k, 0, dmin));
+        }
+    }
+}
+
+RFI_INLINE RFI_512 void rfi_512_q3_k_scales(const rfi_rows *r, uint64_t offset, float *s) {
+    const __m512i four = _mm512_set1_epi32(0x0f0f0f0f), two = _mm512_set1_epi32(0x30303030);
+    __m512i head[4]; /* two bytes before the 12 of the scales, and d behind them */
+    rfi_512_heads(r, offset + offsetof(rfi_block_q3_k, scales) - 2, head);
+    const __m512 d = rfi_512_half(_mm512_srli_epi32(head[3], 16));
+    RFI_UNROLL(3)
+    for (int i = 0; i < 3; i++) head[i] = _mm512_or_si512(_mm512_srli_epi32(head[i], 16), _mm512_slli_epi32(head[i + 1], 16));
+    RFI_UNROLL(4)
+    for (uint32_t i = 0; i < 4; i++) {
+        const __m512i low = _mm512_and_si512(_mm512_srli_epi32(head[i & 1], i & 2 ? 4 : 0), four);
+        const __m512i high = i < 2 ? _mm512_slli_epi32(head[2], 4 - 2 * i) : _mm512_srli_epi32(head[2], 2 * i - 4);
+        const __m512i six = _mm512_or_si512(low, _mm512_and_si512(high, two));
+        RFI_UNROLL(4)
+        for (uint32_t k = 0; k < 4; k++) _mm512_storeu_ps(s + (4 * i + k) * 16, rfi_512_times(six, k, 32, d));
+    }
+}
+
+RFI_INLINE RFI_512 void rfi_512_iq4_xs_scales(const rfi_rows *r, uint64_t offset, float *s) {
+    __m512i head[4];
+    rfi_512_heads(r, offset, head);
+    const __m512 d = rfi_512_half(head[0]);
+    RFI_UNROLL(8)
+    for (uint32_t g = 0; g < 8; g++) {
+        const __m512i low = _mm512_and_si512(_mm512_srli_epi32(head[1], 4 * g), _mm512_set1_epi32(15));
+        const __m512i high = _mm512_srli_epi32(head[0], 12 + 2 * g);
+        const __m512i six = _mm512_or_si512(low, _mm512_and_si512(high, _mm512_set1_epi32(0x30)));
+        _mm512_storeu_ps(s + g * 16, rfi_512_times(six, 0, 32, d));
+    }
+}
+
 /* d_w and m_w of the groups of a unit, as in rfi_panel. */
 RFI_INLINE RFI_512 void rfi_512_scales(uint32_t type, const rfi_rows *r, uint64_t offset, float *s, float *m) {
     __m512i head[4];
@@ -13589,6 +13709,12 @@ RFI_INLINE RFI_512 void rfi_512_scales(uint32_t type, const rfi_rows *r, uint64_
             RFI_UNROLL(4)
             for (uint32_t j = 0; j < 4; j++) _mm512_storeu_si512(to + j * 16, head[j]);
         }
+    } else if (type == RF_TYPE_Q2_K) {
+        rfi_512_q2_k_scales(r, offset, s, m);
+    } else if (type == RF_TYPE_Q3_K) {
+        rfi_512_q3_k_scales(r, offset, s);
+    } else if (type == RF_TYPE_IQ4_XS) {
+        rfi_512_iq4_xs_scales(r, offset, s);
     } else if (type == RF_TYPE_Q6_K) {
         uint16_t d[16];
         RFI_UNROLL(16)
@@ -13631,7 +13757,7 @@ RFI_INLINE RFI_512 void rfi_512_scales(uint32_t type, const rfi_rows *r, uint64_
             RFI_UNROLL(16)
             for (int l = 0; l < 16; l++) d[l] = rfi_load_u32(r->row[l] + offset + g * step);
             const __m512i v = _mm512_loadu_si512(d);
-            _mm512_storeu_ps(s + g * 16, rfi_512_half(v));
+            _mm512_storeu_ps(s + g * 16, type == RF_TYPE_MXFP4 ? rfi_512_mxfp4(v) : rfi_512_half(v));
             if (rfi_kind_of(type) == RFI_KIND_MIN) _mm512_storeu_ps(m + g * 16, rfi_512_half(_mm512_srli_epi32(v, 16)));
         }
     }
@@ -13874,46 +14000,13 @@ RFI_INLINE RFI_512 void rfi_avx512_of_grid(uint32_t type, const void *grid, cons
 #pragma GCC diagnostic pop
 RFI_GRID_EXPANDERS(avx512, RFI_512)
 
-/* Two groups of 16 bytes: as rfi_256_codebook. */
-RFI_INLINE RFI_512 void rfi_512_codebook(const int8_t *list, __m256i two, int8_t *q) {
-    const long long four = 0x0004000400040004;
-    const __m512i shift = _mm512_set_epi64(four, four, 0, 0, four, four, 0, 0), v = _mm512_castsi256_si512(two);
-    const __m512i nibbles = _mm512_srlv_epi16(_mm512_shuffle_i64x2(v, v, 0x50), shift); /* lanes 0, 0, 1, 1 */
-    _mm512_storeu_si512(q, _mm512_shuffle_epi8(_mm512_broadcast_i32x4(rfi_128_load(list)),
-                                               _mm512_and_si512(nibbles, _mm512_set1_epi8(15))));
-}
-RFI_INLINE RFI_512 void rfi_512_codebooks(const int8_t *list, const uint8_t *const *b, uint32_t head, int8_t *q) {
-    RFI_UNROLL(4)
-    for (uint32_t g = 0; g < 8; g += 2)
-        rfi_512_codebook(list, _mm256_set_m128i(rfi_128_load(b[g + 1] + head), rfi_128_load(b[g] + head)), q + 32 * g);
-}
-static RFI_512 void rfi_avx512_expand_IQ4_NL(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
-    const uint8_t *b[8];
-    rfi_blocks_of(p, RFI_BYTES_IQ4_NL, 1, n_blocks, b);
-    _mm256_storeu_ps(e->s, _mm256_cvtph_ps(rfi_256_heads(b)));
-    rfi_512_codebooks(rfi_iq4_list, b, 2, e->q);
-}
-static RFI_512 void rfi_avx512_expand_MXFP4(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
-    const uint8_t *b[8];
-    rfi_blocks_of(p, RFI_BYTES_MXFP4, 1, n_blocks, b);
-    rfi_256_mxfp4_scales(b, e->s);
-    rfi_512_codebooks(rfi_fp4_list, b, 1, e->q);
-}
-static RFI_512 void rfi_avx512_expand_IQ4_XS(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
-    const rfi_block_iq4_xs *b = (const rfi_block_iq4_xs *)p;
-    RFI_UNUSED(n_blocks);
-    rfi_256_iq4_xs_scales(b, e->s);
-    RFI_UNROLL(4)
-    for (int g = 0; g < 4; g++) rfi_512_codebook(rfi_iq4_list, rfi_256_load(b->q + 32 * g), e->q + 64 * g);
-}
-
 static rfi_expand_fn rfi_avx512_expander(uint32_t type) {
     switch (type) {
 #define RFI_EXPANSION(TYPE) case RF_TYPE_##TYPE: return RFI_IF_BUILT(RF_TYPE_##TYPE, rfi_avx512_expand_##TYPE);
     RFI_EXPANSION(IQ2_XXS) RFI_EXPANSION(IQ2_XS) RFI_EXPANSION(IQ2_S) RFI_EXPANSION(IQ3_XXS) RFI_EXPANSION(IQ3_S)
-    RFI_EXPANSION(IQ1_S) RFI_EXPANSION(IQ1_M) RFI_EXPANSION(IQ4_NL) RFI_EXPANSION(IQ4_XS)
-    RFI_EXPANSION(MXFP4)
+    RFI_EXPANSION(IQ1_S) RFI_EXPANSION(IQ1_M)
 #undef RFI_EXPANSION
+    case RF_TYPE_Q2_K: case RF_TYPE_Q3_K: case RF_TYPE_IQ4_NL: case RF_TYPE_IQ4_XS: case RF_TYPE_MXFP4: return NULL;
     default: return rfi_256_expander(type);
     }
 }
@@ -14086,6 +14179,7 @@ static RFI_512 void rfi_avx512_dots_q(const rfi_dots *a) {
 enum { RFI_LANES_avx512 = 16, RFI_PANELS_avx512 = 2, RFI_COLS_avx512 = 6, RFI_KEYS_avx512 = 32, RFI_FEW_avx512 = 16,
        RFI_FEW_EXPANDED_avx512 = 6 };
 RFI_KERNELS_OF(avx512, RFI_512)
+RFI_NOT_EXPANDED_avx512(RFI_QUANT)
 
 /* ---- AVX2 with FMA and F16C: 8 rows at once ---- */
 
