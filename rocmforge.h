@@ -12713,11 +12713,11 @@ static void rfi_matmul_quant(const rfi_kernels *k, uint32_t type, const rfi_matm
 typedef enum rfi_kind { RFI_KIND_BIAS = 0, RFI_KIND_MIN = 1, RFI_KIND_HALVES = 2, RFI_KIND_HALVES_MIN = 3 } rfi_kind;
 
 RFI_INLINE rfi_kind rfi_kind_of(uint32_t type) {
-    return type == RF_TYPE_Q6_K || type == RF_TYPE_Q3_K || type == RFI_TYPE_EXPANDED_16 ? RFI_KIND_HALVES
-         : type == RF_TYPE_Q2_K || type == RFI_TYPE_EXPANDED_MIN                       ? RFI_KIND_HALVES_MIN
-         : type == RF_TYPE_Q4_0 || type == RF_TYPE_Q5_0 || type == RF_TYPE_Q8_0 || type == RF_TYPE_IQ4_NL ||
-           type == RF_TYPE_IQ4_XS || type == RF_TYPE_MXFP4 || type == RFI_TYPE_EXPANDED_32
-             ? RFI_KIND_BIAS : RFI_KIND_MIN;
+    return type == RF_TYPE_Q6_K || type == RF_TYPE_Q3_K || type == RF_TYPE_NVFP4 || type == RFI_TYPE_EXPANDED_16
+             ? RFI_KIND_HALVES
+         : type == RF_TYPE_Q2_K || type == RFI_TYPE_EXPANDED_MIN ? RFI_KIND_HALVES_MIN
+         : type == RF_TYPE_Q4_1 || type == RF_TYPE_Q5_1 || type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K
+             ? RFI_KIND_MIN : RFI_KIND_BIAS;
 }
 RFI_INLINE uint32_t rfi_kind_scales(rfi_kind kind) { return kind & 2 ? 2 : 1; } /* of a group */
 RFI_INLINE int rfi_kind_min(rfi_kind kind) { return kind & 1; }
@@ -12727,15 +12727,20 @@ RFI_INLINE int rfi_is_signed(uint32_t type) {
     return type == RF_TYPE_Q8_0 || type == RFI_TYPE_EXPANDED_32 || type == RFI_TYPE_EXPANDED_16;
 }
 
+RFI_INLINE int rfi_has_codebook(uint32_t type) {
+    return type == RF_TYPE_IQ4_NL || type == RF_TYPE_IQ4_XS || type == RF_TYPE_MXFP4 || type == RF_TYPE_NVFP4;
+}
+
 /* The bias: subtracted from the stored value. */
 RFI_INLINE int rfi_bias_of(uint32_t type) {
     return type == RF_TYPE_Q4_0 ? 8 : type == RF_TYPE_Q5_0 ? 16 : type == RF_TYPE_Q6_K ? 32 : type == RF_TYPE_Q3_K ? 4
-         : type == RF_TYPE_IQ4_NL || type == RF_TYPE_IQ4_XS || type == RF_TYPE_MXFP4 ? 128 : 0;
+         : type == RF_TYPE_TQ2_0 ? 1 : rfi_has_codebook(type) ? 128 : 0;
 }
 
 /* rfi_q8.b is -128 times the sum of inputs: this shift to the right makes it -bias times the sum. */
 RFI_INLINE int rfi_bias_shift(uint32_t type) {
-    return type == RF_TYPE_Q4_0 ? 4 : type == RF_TYPE_Q5_0 ? 3 : type == RF_TYPE_Q6_K ? 2 : type == RF_TYPE_Q3_K ? 5 : 0;
+    return type == RF_TYPE_Q4_0 ? 4 : type == RF_TYPE_Q5_0 ? 3 : type == RF_TYPE_Q6_K ? 2 : type == RF_TYPE_Q3_K ? 5
+         : type == RF_TYPE_TQ2_0 ? 7 : 0;
 }
 
 RFI_INLINE uint32_t rfi_unit_bytes(uint32_t type) {
@@ -12745,7 +12750,8 @@ RFI_INLINE uint32_t rfi_unit_bytes(uint32_t type) {
          : type == RF_TYPE_Q5_K ? RFI_BYTES_Q5_K : type == RF_TYPE_Q6_K ? RFI_BYTES_Q6_K
          : type == RF_TYPE_Q2_K ? RFI_BYTES_Q2_K : type == RF_TYPE_Q3_K ? RFI_BYTES_Q3_K
          : type == RF_TYPE_IQ4_NL ? 8 * RFI_BYTES_IQ4_NL : type == RF_TYPE_MXFP4 ? 8 * RFI_BYTES_MXFP4
-         : type == RF_TYPE_IQ4_XS ? RFI_BYTES_IQ4_XS
+         : type == RF_TYPE_NVFP4 ? 4 * RFI_BYTES_NVFP4 : type == RF_TYPE_IQ4_XS ? RFI_BYTES_IQ4_XS
+         : type == RF_TYPE_TQ2_0 ? RFI_BYTES_TQ2_0
          : (uint32_t)sizeof(rfi_expanded);
 }
 
@@ -12774,7 +12780,8 @@ RFI_INLINE uint32_t rfi_unit_bytes(uint32_t type) {
 #define RFI_NOT_EXPANDED_avx512(X)                                                        \
     X(avx512, RFI_512, Q2_K, RF_TYPE_Q2_K) X(avx512, RFI_512, Q3_K, RF_TYPE_Q3_K)         \
     X(avx512, RFI_512, IQ4_NL, RF_TYPE_IQ4_NL) X(avx512, RFI_512, IQ4_XS, RF_TYPE_IQ4_XS) \
-    X(avx512, RFI_512, MXFP4, RF_TYPE_MXFP4)
+    X(avx512, RFI_512, MXFP4, RF_TYPE_MXFP4) X(avx512, RFI_512, NVFP4, RF_TYPE_NVFP4)     \
+    X(avx512, RFI_512, TQ2_0, RF_TYPE_TQ2_0)
 
 /* ---- float matmul, common to all instruction sets ---- */
 
@@ -13510,22 +13517,25 @@ RFI_INLINE RFI_512 void rfi_512_fifth(const uint8_t *qh, uint64_t step, __m512i 
     }
 }
 
+RFI_INLINE int rfi_512_has_pairs(uint32_t type) {
+    return type == RF_TYPE_Q2_K || type == RF_TYPE_Q3_K || type == RF_TYPE_TQ2_0;
+}
 /* Group of lane l: the first four vectors' lanes are groups order 0..3 of a unit, the others' 4..7. */
 RFI_INLINE uint32_t rfi_512_group(uint32_t type, uint32_t l) {
     return rfi_is_expanded(type) || type == RF_TYPE_IQ4_XS ? l
-         : type == RF_TYPE_Q2_K || type == RF_TYPE_Q3_K    ? l / 2 + (l & 1) * 4
+         : rfi_512_has_pairs(type) ? l / 2 + (l & 1) * 4
          : type == RF_TYPE_Q6_K ? (l & 4) / 2 + (l & 1) + (l & 2) * 2 : (l & 4) / 4 + (l & 3) * 2;
 }
 /* The inverse. */
 RFI_INLINE uint32_t rfi_512_lane(uint32_t type, uint32_t g) {
-    if (type == RF_TYPE_Q2_K || type == RF_TYPE_Q3_K) return (g & 3) * 2 + g / 4;
+    if (rfi_512_has_pairs(type)) return (g & 3) * 2 + g / 4;
     return rfi_is_expanded(type) || type == RF_TYPE_IQ4_XS || type == RF_TYPE_Q6_K ? rfi_512_group(type, g)
          : (g & 1) * 4 + g / 2;
 }
 
 /* A codebook's values for the low four bits of bytes, plus 128. */
 RFI_INLINE RFI_512 __m512i rfi_512_codes(uint32_t type, __m512i v) {
-    const __m128i list = rfi_128_load(type == RF_TYPE_MXFP4 ? rfi_fp4_list : rfi_iq4_list);
+    const __m128i list = rfi_128_load(type == RF_TYPE_MXFP4 || type == RF_TYPE_NVFP4 ? rfi_fp4_list : rfi_iq4_list);
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_xor_si128(list, _mm_set1_epi8(-128))),
                                _mm512_and_si512(v, _mm512_set1_epi8(15)));
 }
@@ -13564,15 +13574,20 @@ RFI_INLINE RFI_512 void rfi_512_values(uint32_t type, const uint8_t *p, __m512i 
         }
     } else if (type == RF_TYPE_Q2_K) {
         rfi_512_pairs(((const rfi_block_q2_k *)p)->q, NULL, q);
+    } else if (type == RF_TYPE_TQ2_0) {
+        rfi_512_pairs(p, NULL, q);
     } else if (type == RF_TYPE_Q3_K) {
         rfi_512_pairs(((const rfi_block_q3_k *)p)->q, ((const rfi_block_q3_k *)p)->high, q);
-    } else if (type == RF_TYPE_IQ4_XS || type == RF_TYPE_IQ4_NL || type == RF_TYPE_MXFP4) {
+    } else if (rfi_has_codebook(type)) {
         RFI_UNROLL(2)
         for (uint32_t i = 0; i < 2; i++) {
             const uint8_t *const b = type == RF_TYPE_IQ4_XS ? ((const rfi_block_iq4_xs *)p)->q + 64 * i
+                                   : type == RF_TYPE_NVFP4  ? ((const rfi_block_nvfp4 *)p)->q + 16 * i
                                                             : p + i * step + (type == RF_TYPE_MXFP4 ? 1 : 2);
-            const __m512i v = type == RF_TYPE_IQ4_XS ? _mm512_loadu_si512(b) : rfi_512_pick(b, 2 * step);
-            q[2 * i] = rfi_512_codes(type, v), q[2 * i + 1] = rfi_512_codes(type, _mm512_srli_epi16(v, 4));
+            const __m512i v = type == RF_TYPE_IQ4_XS ? _mm512_loadu_si512(b) : rfi_512_pick(b, 2 * step),
+                          high = _mm512_srli_epi16(v, 4); /* NVFP4: of eight bytes, 16 values */
+            q[2 * i] = rfi_512_codes(type, type == RF_TYPE_NVFP4 ? _mm512_unpacklo_epi64(v, high) : v);
+            q[2 * i + 1] = rfi_512_codes(type, type == RF_TYPE_NVFP4 ? _mm512_unpackhi_epi64(v, high) : high);
         }
     } else if (type == RF_TYPE_Q8_0) {
         RFI_UNROLL(4)
@@ -13696,6 +13711,33 @@ RFI_INLINE RFI_512 void rfi_512_iq4_xs_scales(const rfi_rows *r, uint64_t offset
     }
 }
 
+/* As rfi_nvfp4_scale: 7 bits of a half that is 256 times smaller; 0x7f counts as 0. */
+RFI_INLINE RFI_512 void rfi_512_nvfp4_scales(const rfi_rows *r, uint64_t offset, float *s) {
+    RFI_UNROLL(4)
+    for (uint32_t i = 0; i < 4; i++) {
+        uint32_t four[16];
+        RFI_UNROLL(16)
+        for (int l = 0; l < 16; l++) four[l] = rfi_load_u32(r->row[l] + offset + i * RFI_BYTES_NVFP4);
+        RFI_UNROLL(4)
+        for (uint32_t k = 0; k < 4; k++) {
+            const __m512i v = _mm512_and_si512(_mm512_srli_epi32(_mm512_loadu_si512(four), 8 * k), _mm512_set1_epi32(255));
+            const __m512i half = _mm512_slli_epi32(_mm512_and_si512(v, _mm512_set1_epi32(127)), 7);
+            const __mmask16 is_number = _mm512_cmpneq_epi32_mask(v, _mm512_set1_epi32(127));
+            _mm512_storeu_ps(s + (4 * i + k) * 16,
+                             _mm512_maskz_mul_ps(is_number, rfi_512_half(half), _mm512_set1_ps(128)));
+        }
+    }
+}
+
+RFI_INLINE RFI_512 void rfi_512_tq2_0_scales(const rfi_rows *r, uint64_t offset, float *s) {
+    uint16_t d[16];
+    RFI_UNROLL(16)
+    for (int l = 0; l < 16; l++) d[l] = rfi_load_u16(r->row[l] + offset + 64);
+    const __m512 v = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)d));
+    RFI_UNROLL(8)
+    for (uint32_t g = 0; g < 8; g++) _mm512_storeu_ps(s + g * 16, v);
+}
+
 /* d_w and m_w of the groups of a unit, as in rfi_panel. */
 RFI_INLINE RFI_512 void rfi_512_scales(uint32_t type, const rfi_rows *r, uint64_t offset, float *s, float *m) {
     __m512i head[4];
@@ -13715,6 +13757,10 @@ RFI_INLINE RFI_512 void rfi_512_scales(uint32_t type, const rfi_rows *r, uint64_
         rfi_512_q3_k_scales(r, offset, s);
     } else if (type == RF_TYPE_IQ4_XS) {
         rfi_512_iq4_xs_scales(r, offset, s);
+    } else if (type == RF_TYPE_NVFP4) {
+        rfi_512_nvfp4_scales(r, offset, s);
+    } else if (type == RF_TYPE_TQ2_0) {
+        rfi_512_tq2_0_scales(r, offset, s);
     } else if (type == RF_TYPE_Q6_K) {
         uint16_t d[16];
         RFI_UNROLL(16)
@@ -14006,7 +14052,8 @@ static rfi_expand_fn rfi_avx512_expander(uint32_t type) {
     RFI_EXPANSION(IQ2_XXS) RFI_EXPANSION(IQ2_XS) RFI_EXPANSION(IQ2_S) RFI_EXPANSION(IQ3_XXS) RFI_EXPANSION(IQ3_S)
     RFI_EXPANSION(IQ1_S) RFI_EXPANSION(IQ1_M)
 #undef RFI_EXPANSION
-    case RF_TYPE_Q2_K: case RF_TYPE_Q3_K: case RF_TYPE_IQ4_NL: case RF_TYPE_IQ4_XS: case RF_TYPE_MXFP4: return NULL;
+    case RF_TYPE_Q2_K: case RF_TYPE_Q3_K: case RF_TYPE_TQ2_0: return NULL;
+    case RF_TYPE_IQ4_NL: case RF_TYPE_IQ4_XS: case RF_TYPE_MXFP4: case RF_TYPE_NVFP4: return NULL;
     default: return rfi_256_expander(type);
     }
 }
