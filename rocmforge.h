@@ -4867,9 +4867,9 @@ typedef struct rfi_block_q5_k { uint8_t d[2], dmin[2], scales[12], qh[32], q[128
  * nibble k>>1; high 2 bits in qh[32h + l], bits 2k. w = d*scale*(q-32) */
 typedef struct rfi_block_q6_k { uint8_t ql[128], qh[64], scales[16], d[2]; } rfi_block_q6_k;
 
-/* The types below are expanded (rfi_expanded) before they are multiplied. Q2_K, Q3_K, TQ2_0: half h, value l of quarter
- * k: the bits 2k of q[32h + l]; the third bit of Q3_K: bit 4h + k of high[l]. Q2_K: w = d*(low nibble)*q -
- * dmin*(high nibble); Q3_K: w = d*(scale - 32)*(q - 4), 6-bit scales; TQ2_0: w = d*(q - 1) */
+/* The types below are expanded (rfi_expanded) before they are multiplied, but for some with AVX-512. Q2_K, Q3_K, TQ2_0:
+ * half h, value l of quarter k: the bits 2k of q[32h + l]; the third bit of Q3_K: bit 4h + k of high[l]. Q2_K: w =
+ * d*(low nibble)*q - dmin*(high nibble); Q3_K: w = d*(scale - 32)*(q - 4), 6-bit scales; TQ2_0: w = d*(q - 1) */
 typedef struct rfi_block_q2_k { uint8_t scales[16], q[64], d[2], dmin[2]; } rfi_block_q2_k;
 typedef struct rfi_block_q3_k { uint8_t high[32], q[64], scales[12], d[2]; } rfi_block_q3_k;
 typedef struct rfi_block_tq2_0 { uint8_t q[64], d[2]; } rfi_block_tq2_0;
@@ -11834,7 +11834,8 @@ RFI_ONCE_CODE_END
  * isum is the exact integer dot product of the group, d_w = d or d * scale, m_w = m or -dmin * min. Types with a scale
  * for every 16 values (Q6_K, Q2_K, Q3_K, NVFP4, IQ2_XS, IQ2_S, IQ1_M) do this for each half of a group; s_x of Q2_K is
  * then d_x times the sum of that half. Types of RFI_EXPANDED_TYPES take isum over the q of rfi_expanded, its s as d_w
- * and its m as m_w. How rows are divided over lanes, panels and threads does not change the result.
+ * and its m as m_w, also where an instruction set takes them as they are. How rows are divided over lanes, panels and
+ * threads does not change the result.
  * Dot products with float weights sum in lanes along the row, whose number depends on the instruction set; rows longer
  * than RFI_FLOAT_CHUNK are summed chunk by chunk. */
 
@@ -13672,7 +13673,8 @@ RFI_INLINE RFI_512 void rfi_512_q2_k_scales(const rfi_rows *r, uint64_t offset, 
     rfi_512_heads(r, offset, head);
     RFI_UNROLL(4)
     for (uint32_t i = 0; i < 4; i++) {
-        const __m512i low = _mm512_and_si512(head[i], four), high = _mm512_and_si512(_mm512_srli_epi32(head[i], 4), four);
+        const __m512i low = _mm512_and_si512(head[i], four);
+        const __m512i high = _mm512_and_si512(_mm512_srli_epi32(head[i], 4), four);
         RFI_UNROLL(4)
         for (uint32_t k = 0; k < 4; k++) {
             _mm512_storeu_ps(s + (4 * i + k) * 16, rfi_512_times(low, k, 0, d));
@@ -13687,7 +13689,8 @@ RFI_INLINE RFI_512 void rfi_512_q3_k_scales(const rfi_rows *r, uint64_t offset, 
     rfi_512_heads(r, offset + offsetof(rfi_block_q3_k, scales) - 2, head);
     const __m512 d = rfi_512_half(_mm512_srli_epi32(head[3], 16));
     RFI_UNROLL(3)
-    for (int i = 0; i < 3; i++) head[i] = _mm512_or_si512(_mm512_srli_epi32(head[i], 16), _mm512_slli_epi32(head[i + 1], 16));
+    for (int i = 0; i < 3; i++)
+        head[i] = _mm512_or_si512(_mm512_srli_epi32(head[i], 16), _mm512_slli_epi32(head[i + 1], 16));
     RFI_UNROLL(4)
     for (uint32_t i = 0; i < 4; i++) {
         const __m512i low = _mm512_and_si512(_mm512_srli_epi32(head[i & 1], i & 2 ? 4 : 0), four);
@@ -13720,7 +13723,8 @@ RFI_INLINE RFI_512 void rfi_512_nvfp4_scales(const rfi_rows *r, uint64_t offset,
         for (int l = 0; l < 16; l++) four[l] = rfi_load_u32(r->row[l] + offset + i * RFI_BYTES_NVFP4);
         RFI_UNROLL(4)
         for (uint32_t k = 0; k < 4; k++) {
-            const __m512i v = _mm512_and_si512(_mm512_srli_epi32(_mm512_loadu_si512(four), 8 * k), _mm512_set1_epi32(255));
+            const __m512i v = _mm512_and_si512(_mm512_srli_epi32(_mm512_loadu_si512(four), 8 * k),
+                                               _mm512_set1_epi32(255));
             const __m512i half = _mm512_slli_epi32(_mm512_and_si512(v, _mm512_set1_epi32(127)), 7);
             const __mmask16 is_number = _mm512_cmpneq_epi32_mask(v, _mm512_set1_epi32(127));
             _mm512_storeu_ps(s + (4 * i + k) * 16,
