@@ -2567,7 +2567,7 @@ static inline uint32_t rf_state_cells(const rf_plan_bind *bind, uint32_t state) 
 /* How a GPU launches the matrix products of a decode step (one token). All launch configs give the same bits; which
  * is fastest depends on the GPU. */
 typedef struct rf_launch_config {
-    uint32_t in_flight;     /* pieces of 64 weights that a lane has in flight at most: 1 or 2           */
+    uint32_t in_flight;     /* of types with fragments of 64: those a lane has in flight at most, 1 or 2 */
     uint32_t blocks_per_cu; /* blocks of a launch per compute unit, at most                             */
     float us;               /* of the fastest step that was timed, in microseconds; 0: none was         */
 } rf_launch_config;
@@ -5474,8 +5474,8 @@ static rf_result rfi_device_check(const rf_device *d, const char *call, rf_error
 #define RFI_STAGING_BYTES ((uint64_t)2 << 20) /* of a buffer; more only if a row is longer. 1/2 to 8 MiB were tried */
 #define RFI_PIECE_BYTES   (4 * RFI_STAGING_BYTES) /* of a piece that nobody waits for */
 #define RFI_MAX_READERS   64u
-#define RFI_GPU_READERS   16u /* for each device: a GPU's queue has as many events as these have buffers */
-#define RFI_MAX_STAGING   (RFI_MAX_READERS + 1) /* pairs of buffers: of readers, and of others that load */
+#define RFI_GPU_READERS   16u /* for each device: a GPU's queue has an event for each of their buffers */
+#define RFI_MAX_STAGING   (RFI_MAX_READERS + 2) /* pairs of buffers: of readers, and of two others that load */
 
 #define RFI_PINNED_PIECE_BYTES ((uint64_t)32 << 20)  /* of a piece that has a pinned copy already                */
 #define RFI_PINNED_BLOCK_BYTES ((uint64_t)128 << 20) /* of an allocation for pinned copies; more if pinned_bytes */
@@ -6015,8 +6015,8 @@ static rf_result rfi_tensor_arrived(rfi_store *s, uint32_t slot, rf_error *err) 
 
 /* ==== 7b Loading ====================================================================================== >>loader
  * A load is a job: cut into pieces of whole rows, which readers, and threads that wait for the tensor, take until none
- * is left. A piece is read into a staging buffer, or into the tensor's pinned copy if it has one, and its copy to the
- * device is enqueued. The thread that finishes the last piece ends the job. */
+ * is left. A piece is read into staging buffers, two in turn, or into the tensor's pinned copy if it has one, and the
+ * copies to the device are enqueued. The thread that finishes the last piece ends the job. */
 
 static void rfi_loader_see_cancels(rfi_store *s);
 static int rfi_stream_load_next(rfi_store *s);
@@ -6236,7 +6236,15 @@ static void rfi_buffer_wait(rfi_store *s, rfi_buffer *b) {
     rfi_monitor_unlock(&s->monitor);
 }
 
-/* Have two buffers: this thread's own, or new ones, or any. A failed allocation is an error only if there are none. */
+/* Does this thread load a tensor in the read hook of another one's load? */
+static int rfi_loader_nests(const rfi_loader *l) { /* locked */
+    uint32_t n = 0;
+    for (const rfi_piece *p = l->pieces; p; p = p->next) n += pthread_equal(p->thread, pthread_self()) != 0;
+    return n > 1;
+}
+
+/* Have two buffers: this thread's own, or new ones, or any. A failed allocation is an error only if there are none. Who
+ * has some in use already does not wait for more: those that others use may wait for this thread. */
 static rf_result rfi_staging_take(rfi_store *s, rfi_staging **out, rf_error *err) { /* locked, yields */
     const uint64_t bytes = rfi_max_u64(RFI_STAGING_BYTES, s->row_bytes_max);
     const pthread_t self = pthread_self();
@@ -6253,6 +6261,9 @@ static rf_result rfi_staging_take(rfi_store *s, rfi_staging **out, rf_error *err
         if (unused && absent && !pthread_equal(unused->thread, self)) unused = NULL;
         if (!unused && !absent) {
             if (n_in_use == 0) return rfi_fail_with(err, &why);
+            if (rfi_loader_nests(&s->loader))
+                return rfi_fail(err, RF_ERR_BUSY, 0, "a read hook loads another tensor while all %u pairs of staging "
+                                "buffers are in use", s->loader.n_staging_max);
             rfi_monitor_wait(&s->monitor);
             continue;
         }
@@ -7495,8 +7506,8 @@ static uint32_t rfi_store_clear(rfi_store *s, int idle) {
     for (uint32_t i = 0; i < s->memory.n_slabs; i++) rfi_slab_release(s, &s->memory.slabs[i]);
     rfi_slab_release(s, &s->stream.ring);
     for (uint32_t m = 0; m < s->cache.n_sets; m++) rfi_slab_release(s, &s->cache.sets[m].slab);
+    if (left == 0) rfi_slab_release(s, &s->memory.scratch); /* before this yields: others may load then */
     if (s->loader.n_jobs == 0 && s->loader.n_running == 0) rfi_staging_release(s);
-    if (left == 0) rfi_slab_release(s, &s->memory.scratch);
     rfi_monitor_unlock(&s->monitor);
     if (ring_is_ours) pthread_mutex_unlock(&s->stream_lock);
     return left;
@@ -7756,7 +7767,7 @@ static void rfi_store_describe(rfi_store *s) {
                    readers = rfi_min_u64(threads, s->total_bytes / RFI_PIECE_BYTES),
                    max = rfi_min_u64(RFI_GPU_READERS * here, RFI_MAX_READERS);
     l->n_readers_max = (uint32_t)rfi_min_u64(s->desc.n_readers ? s->desc.n_readers : readers, max);
-    l->n_staging_max = l->n_readers_max + 1;
+    l->n_staging_max = l->n_readers_max + 2;
 }
 
 /* Nothing of the file is read. The plan becomes the store's, even if this fails; then nothing is left. */
@@ -12773,12 +12784,12 @@ RFI_INLINE uint32_t rfi_unit_bytes(uint32_t type) {
     X(isa, TARGET, Q5_0, RF_TYPE_Q5_0) X(isa, TARGET, Q5_1, RF_TYPE_Q5_1) X(isa, TARGET, Q4_K, RF_TYPE_Q4_K) \
     X(isa, TARGET, Q5_K, RF_TYPE_Q5_K) X(isa, TARGET, Q6_K, RF_TYPE_Q6_K)                               \
     X(isa, TARGET, EXPANDED_32, RFI_TYPE_EXPANDED_32) X(isa, TARGET, EXPANDED_16, RFI_TYPE_EXPANDED_16) \
-    X(isa, TARGET, EXPANDED_MIN, RFI_TYPE_EXPANDED_MIN)
-/* Types that one instruction set takes as they are, others expanded. */
-#define RFI_NOT_EXPANDED_scalar(X)
-#define RFI_NOT_EXPANDED_avx2(X)
-#define RFI_NOT_EXPANDED_neon(X)
-#define RFI_NOT_EXPANDED_avx512(X)                                                        \
+    RFI_OWN_TYPES_##isa(X)
+/* Types of single instruction sets: of AVX-512 those that it does not expand, among them the only one with mins. */
+#define RFI_OWN_TYPES_scalar(X) X(scalar, RFI_NO_TARGET, EXPANDED_MIN, RFI_TYPE_EXPANDED_MIN)
+#define RFI_OWN_TYPES_avx2(X) X(avx2, RFI_256, EXPANDED_MIN, RFI_TYPE_EXPANDED_MIN)
+#define RFI_OWN_TYPES_neon(X) X(neon, RFI_NEON, EXPANDED_MIN, RFI_TYPE_EXPANDED_MIN)
+#define RFI_OWN_TYPES_avx512(X)                                                           \
     X(avx512, RFI_512, Q2_K, RF_TYPE_Q2_K) X(avx512, RFI_512, Q3_K, RF_TYPE_Q3_K)         \
     X(avx512, RFI_512, IQ4_NL, RF_TYPE_IQ4_NL) X(avx512, RFI_512, IQ4_XS, RF_TYPE_IQ4_XS) \
     X(avx512, RFI_512, MXFP4, RF_TYPE_MXFP4) X(avx512, RFI_512, NVFP4, RF_TYPE_NVFP4)     \
@@ -12856,7 +12867,7 @@ static void rfi_matmul_float(void (*tile)(rfi_float_tile *), uint32_t value_byte
 #define RFI_KERNELS(isa, elementwise)                                                                                 \
     .n_lanes = RFI_LANES_##isa, .n_panels = RFI_PANELS_##isa, .n_cols = RFI_COLS_##isa,                               \
     .n_few = {RFI_FEW_##isa, RFI_FEW_EXPANDED_##isa},                                                                 \
-    .quant = {RFI_QUANT_TYPES(RFI_QUANT_ENTRY, isa, ) RFI_NOT_EXPANDED_##isa(RFI_QUANT_ENTRY)},                       \
+    .quant = {RFI_QUANT_TYPES(RFI_QUANT_ENTRY, isa, )},                                                               \
     .tile = rfi_##isa##_tile, .expander = rfi_##isa##_expander,                                                       \
     .float_tile = {[RF_TYPE_F32] = rfi_##isa##_tile_F32,                                                              \
                    [RF_TYPE_F16] = RFI_IF_BUILT(RF_TYPE_F16, rfi_##isa##_tile_F16),                                   \
@@ -13747,13 +13758,12 @@ RFI_INLINE RFI_512 void rfi_512_scales(uint32_t type, const rfi_rows *r, uint64_
     __m512i head[4];
     const __m512i byte = _mm512_set1_epi32(255);
     if (rfi_is_expanded(type)) {
-        const uint32_t n = 2 * rfi_kind_scales(rfi_kind_of(type)), end = type == RFI_TYPE_EXPANDED_MIN ? 2 * n : n;
-        RFI_UNROLL(8)
-        for (uint32_t i = 0; i < end; i++) { /* m follows s */
+        RFI_UNROLL(4)
+        for (uint32_t i = 0; i < 4; i++) {
+            if (i == 2 * rfi_kind_scales(rfi_kind_of(type))) break;
             rfi_512_heads(r, offset + offsetof(rfi_expanded, s) + 16 * i, head);
-            float *to = i < n ? s + i * 64 : m + (i - n) * 64;
             RFI_UNROLL(4)
-            for (uint32_t j = 0; j < 4; j++) _mm512_storeu_si512(to + j * 16, head[j]);
+            for (uint32_t j = 0; j < 4; j++) _mm512_storeu_si512(s + i * 64 + j * 16, head[j]);
         }
     } else if (type == RF_TYPE_Q2_K) {
         rfi_512_q2_k_scales(r, offset, s, m);
@@ -14230,7 +14240,6 @@ static RFI_512 void rfi_avx512_dots_q(const rfi_dots *a) {
 enum { RFI_LANES_avx512 = 16, RFI_PANELS_avx512 = 2, RFI_COLS_avx512 = 6, RFI_KEYS_avx512 = 32, RFI_FEW_avx512 = 16,
        RFI_FEW_EXPANDED_avx512 = 6 };
 RFI_KERNELS_OF(avx512, RFI_512)
-RFI_NOT_EXPANDED_avx512(RFI_QUANT)
 
 /* ---- AVX2 with FMA and F16C: 8 rows at once ---- */
 
@@ -17779,6 +17788,7 @@ typedef struct rfi_group_piece {
 typedef struct rfi_group_mem {
     uint64_t size_bytes;
     rf_mem mem[RFI_MEMBERS];
+    _Atomic uint32_t made;   /* bits of the members that have memory */
     rfi_group_piece *pieces; /* in ascending order; NULL: each member that has memory has all bytes */
     uint32_t n_pieces;
 } rfi_group_mem;
@@ -18780,9 +18790,11 @@ static void rfi_group_mem_release(rf_dev *d, rf_mem *out) {
 static rf_result rfi_group_mem_have(rfi_group *g, rfi_group_mem *mem, uint32_t m, uint64_t size_bytes, rf_error *err) {
     rfi_member *member = &g->members[m];
     rf_result r = RF_OK;
+    if (atomic_load_explicit(&mem->made, memory_order_acquire) >> m & 1) return RF_OK;
     rfi_group_order(g); /* before the lock: whoever submits takes both in this order */
     pthread_mutex_lock(&g->lock);
     if (!mem->mem[m].base) RFI_MEMBER(r, member, mem_create(member->dev, size_bytes, &mem->mem[m], &why), err);
+    if (r == RF_OK) atomic_fetch_or_explicit(&mem->made, 1u << m, memory_order_release);
     pthread_mutex_unlock(&g->lock);
     rfi_group_order_end(g);
     return r;

@@ -504,7 +504,7 @@ struct rfk_unit {
 struct rfk_raw {
     int4 a, b;        /* quants; the next 16 bytes, the upper bits or the block header */
     uint32_t c, e, f; /* scales and other small fields */
-    int4 g, h;        /* Q5_K's block header; more upper bits */
+    int4 g;           /* Q5_K's block header */
     uint32_t more[2], type;
 };
 
@@ -1463,7 +1463,8 @@ RFK_DEVICE uint8_t rfk_unit_bits(const uint8_t *from, uint32_t at, uint32_t bits
 }
 
 /* Blocks [0, n_blocks) of src, as in the file, to the planes of dst from block `first` on.
- *   grid ceil(n_blocks * block_bytes / step / 256)   block 256   reads and writes every byte once */
+ *   grid ceil(n_blocks * block_bytes / step / 256)   block 256   writes every byte once; those of planes by the unit
+ *   read several from cache */
 struct rfk_repack_args {
     rfk_packing packing;
     const uint8_t *src;
@@ -4206,8 +4207,8 @@ RFK_DEVICE float rfk_take(const rfk_members_args &a, const rfk_product_sum &s, u
 #define RFK_FUSED_BLOCK_OF(dev) RFK_FUSED_BLOCK
 #endif
 /* Fragments of a row in flight a lane: at most, and until launch configs are timed. On NVIDIA a second one does not fit
- * into 64 registers (spilling made a step 4 to 10 % slower on an H200): there rfk_pairs_matvec has two. The emulator
- * starts with either. */
+ * into 64 registers (spilling made a step 4 to 10 % slower on an H200): there rfk_pairs_matvec has two of each of two
+ * rows. The emulator starts with either. */
 #define RFK_MAX_IN_FLIGHT 2
 #if defined(ROCMFORGE_HIP_EMU)
 #define RFK_FIRST_IN_FLIGHT(WAVE) ((WAVE) == 32 ? 1 : 2)
@@ -4928,7 +4929,7 @@ template <class ARGS> RFK_DEVICE float rfk_put_glu(const ARGS &a, uint32_t row, 
     return gates.out[(size_t)col * gates.out_stride + row] = rfk_mul(gate / (1.0f + expf(-z)), sum);
 }
 
-/* Lane 0: store the epilogue of a row's sum, or act(gate) * sum, and return it. before: the value there, if the
+/* Store the epilogue of a row's sum, or act(gate) * sum, and return it. before: the value there, if the
  * product accumulates. */
 RFK_DEVICE float rfk_fused_epilogue(const rfk_fused_args &a, const rfk_product &p, uint32_t row, float gate, float sum,
                                 float before, const rfk_product_sum &sums) {
@@ -12153,7 +12154,7 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, 2) rfk_decode_attention(rfk_decod
  * Objects of the device API: device, queue with its tickets, weight table, memory. Every function of it makes its
  * device current for the calling thread and restores the previous one. */
 
-#define RFK_EVENTS 32u                             /* tickets of a queue that can be outstanding without a wait */
+#define RFK_EVENTS 36u                             /* tickets of a queue that can be outstanding without a wait */
 #define RFK_STAGING_BYTES ((uint64_t)256 << 10)     /* half of a queue's staging buffer for pageable memory */
 #define RFK_REPACK_BYTES ((uint64_t)8 << 20)       /* scratch for repacking; more only if a row is longer */
 
@@ -16232,7 +16233,7 @@ static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
 }
 
 #if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
-/* Whether all products of a launch have the types that rfk_pairs_matvec<true> has. */
+/* Whether all products of a launch have the types of rfk_pairs_matvec<RFK_PAIRS_Q4_K_M>. */
 static bool rfk_is_q4_k_m(const rfk_product *part) {
     bool is = true;
     for (uint32_t i = 0, from = 0; i < RFK_PRODUCTS; from = part[i++].end_block)

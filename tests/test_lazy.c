@@ -763,6 +763,39 @@ static void test_self_wait(void) {
     mg_free(&dk.file);
 }
 
+/* Loads in the read hook of other loads: two have staging buffers, the third is told so. */
+typedef struct nested {
+    rf_model *m;
+    uint32_t depth;
+    rf_result results[3];
+} nested;
+
+static const char *const nested_names[3] = {"blk.0.attn_q.weight", "blk.0.attn_k.weight", "blk.0.attn_v.weight"};
+
+static void load_the_next(void *user) {
+    nested *n = (nested *)user;
+    rf_error err;
+    if (n->depth == 2) return;
+    const uint32_t depth = ++n->depth;
+    n->results[depth] = rf_model_load_tensor(n->m, nested_names[depth], &err);
+}
+
+static void test_nested_loads(void) {
+    disk dk;
+    rig r;
+    disk_make(&dk, &(mg_options){.type = MG_F32});
+    if (!open_rig(&r, &dk, COPIED, NULL)) return;
+    nested n = {.m = r.m};
+    dk.in_read = load_the_next, dk.in_read_user = &n;
+    CHECK(rf_model_load_tensor(r.m, nested_names[0], &r.err) == RF_OK, "%s", r.err.text);
+    dk.in_read = NULL;
+    CHECK(n.depth == 2 && n.results[1] == RF_OK && n.results[2] == RF_ERR_BUSY, "%u: %s, %s", n.depth,
+          rf_result_name(n.results[1]), rf_result_name(n.results[2]));
+    CHECK(rf_model_load_tensor(r.m, nested_names[2], &r.err) == RF_OK, "%s", r.err.text);
+    close_rig(&r);
+    mg_free(&dk.file);
+}
+
 /* ---- many threads ---- */
 
 typedef struct worker {
@@ -1154,6 +1187,7 @@ int main(int argc, char **argv) {
     RUN(test_cancel_before_a_load);
     RUN(test_reentry);
     RUN(test_self_wait);
+    RUN(test_nested_loads);
     RUN(test_one_load_each);
     RUN(test_parallel_sessions);
     RUN(test_read_failure);
