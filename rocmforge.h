@@ -5472,7 +5472,7 @@ static rf_result rfi_device_check(const rf_device *d, const char *call, rf_error
 #define RFI_MAX_SLABS  64u                 /* an allocation that fails is tried in halves up to so many          */
 
 #define RFI_STAGING_BYTES ((uint64_t)2 << 20) /* of a buffer; more only if a row is longer. 1/2 to 8 MiB were tried */
-#define RFI_PIECE_BYTES   (4 * RFI_STAGING_BYTES) /* of a piece that nobody waits for */
+#define RFI_PIECE_BYTES   (4 * RFI_STAGING_BYTES) /* of a piece, at most */
 #define RFI_MAX_READERS   64u
 #define RFI_GPU_READERS   16u /* for each device: a GPU's queue has an event for each of their buffers */
 #define RFI_MAX_STAGING   (RFI_MAX_READERS + 2) /* pairs of buffers: of readers, and of two others that load */
@@ -6329,8 +6329,9 @@ static int rfi_piece_take(rfi_store *s, const rfi_tensor *only, uint32_t members
         if (only ? t != only : !(members >> rfi_tensor_member(s, t) & 1)) continue;
         rfi_job_end_if_done(s, t);
         if (!t->loading || t->err || t->next_row >= w->n_rows) continue;
-        /* many threads help with a tensor that one waits for */
-        uint64_t bytes = t->pinned_filled ? RFI_PINNED_PIECE_BYTES : t->demanded ? RFI_STAGING_BYTES : RFI_PIECE_BYTES;
+        uint64_t bytes = rfi_min_u64(w->size_bytes / 8, RFI_PIECE_BYTES); /* so that who waits for it can help */
+        if (bytes < RFI_STAGING_BYTES || t->demanded) bytes = RFI_STAGING_BYTES;
+        if (t->pinned_filled) bytes = RFI_PINNED_PIECE_BYTES;
         uint64_t n = rfi_max_u64(1, bytes / (w->size_bytes / w->n_rows));
         *out = (rfi_piece){.t = t, .row0 = t->next_row, .n_rows = (uint32_t)rfi_min_u64(n, w->n_rows - t->next_row)};
         t->next_row += out->n_rows;
