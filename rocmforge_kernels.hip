@@ -1055,6 +1055,7 @@ template <> struct rfk_format<RF_TYPE_Q2_K> {
     }
     RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
         float d = rfk_from_half((uint16_t)(r.e & 0xffff)), dmin = rfk_from_half((uint16_t)(r.e >> 16));
+        (void)u;
         rfk_quarters(r.more, o.q);
         RFK_UNROLL(2)
         for (int h = 0; h < 2; h++) {
@@ -1275,6 +1276,7 @@ template <> struct rfk_format<RF_TYPE_TQ2_0> {
         r.c = rfk_load2(w.plane[1] + (block + u / 8) * 2);
     }
     RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
+        (void)u;
         rfk_quarters(r.more, o.q);
         RFK_UNROLL(8)
         for (int i = 0; i < 8; i++) o.q[i] = rfk_subtract4(o.q[i], 1);
