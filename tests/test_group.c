@@ -578,7 +578,7 @@ static void rccl_failing(int peers, uint32_t n_runs) {
     hip_emu_rccl(HIP_EMU_RCCL_NONE);
     mg_free(&file);
 }
-static void test_rccl_failing(void) { rccl_failing(HIP_EMU_PEERS_OK, 6), rccl_failing(HIP_EMU_PEERS_REFUSED, 6); }
+static void test_rccl_failing(void) { rccl_failing(HIP_EMU_PEERS_OK, 15), rccl_failing(HIP_EMU_PEERS_REFUSED, 15); }
 static void test_rccl_failing_more(void) { rccl_failing(HIP_EMU_PEERS_OK, 150), rccl_failing(HIP_EMU_PEERS_REFUSED, 150); }
 
 /* Members that cannot copy from each other, or do so wrongly or without end, hand activations through host memory. */
