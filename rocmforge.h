@@ -6376,12 +6376,22 @@ static rf_result rfi_rows_copy(rfi_store *s, const rfi_tensor *t, uint32_t row0,
     return r == RF_OK ? s->device->api->weight_write(s->table, s->queue, &part, ticket, err) : r;
 }
 
+/* Has a cancel come since `cancels` was read that ends the piece's load? */
+static int rfi_piece_is_cancelled(rfi_store *s, const rfi_tensor *t, uint64_t cancels) {
+    if (atomic_load(&s->cancels) == cancels) return 0;
+    rfi_monitor_lock(&s->monitor);
+    rfi_loader_see_cancels(s);
+    const int ends = t->err != NULL;
+    rfi_monitor_unlock(&s->monitor);
+    return ends;
+}
+
 /* ticket: of the last copy that was begun, also after a failure. */
 static rf_result rfi_piece_copy(rfi_store *s, const rfi_piece *p, rf_ticket *ticket,
                                 rf_error *err) { /* locked, yields */
     const rfi_tensor *t = p->t;
     const rf_plan_weight *w = rfi_tensor_weight(s, t);
-    const uint64_t row_bytes = w->size_bytes / w->n_rows;
+    const uint64_t row_bytes = w->size_bytes / w->n_rows, cancels = atomic_load(&s->cancels);
     const uint32_t load = t->n_loads, at_once = (uint32_t)rfi_max_u64(1, RFI_STAGING_BYTES / row_bytes);
     rfi_staging *pair = NULL;
     rf_result r = t->pinned ? RF_OK : rfi_staging_take(s, &pair, err);
@@ -6390,6 +6400,7 @@ static rf_result rfi_piece_copy(rfi_store *s, const rfi_piece *p, rf_ticket *tic
     if (t->pinned)
         r = rfi_rows_copy(s, t, p->row0, p->n_rows, (unsigned char *)t->pinned + p->row0 * row_bytes, ticket, err);
     for (uint32_t row = 0; pair && r == RF_OK && row < p->n_rows; row += at_once) {
+        if (row && rfi_piece_is_cancelled(s, t, cancels)) break;
         rfi_buffer *b = rfi_staging_buffer(s, pair);
         const uint32_t n = (uint32_t)rfi_min_u64(at_once, p->n_rows - row);
         rf_ticket copy = {0};
