@@ -4867,7 +4867,7 @@ typedef struct rfi_block_q5_k { uint8_t d[2], dmin[2], scales[12], qh[32], q[128
  * nibble k>>1; high 2 bits in qh[32h + l], bits 2k. w = d*scale*(q-32) */
 typedef struct rfi_block_q6_k { uint8_t ql[128], qh[64], scales[16], d[2]; } rfi_block_q6_k;
 
-/* The types below are expanded (rfi_expanded) before they are multiplied, but for some with AVX-512. Q2_K, Q3_K, TQ2_0:
+/* The types below are expanded (rfi_expanded) before they are multiplied, except some on AVX-512. Q2_K, Q3_K, TQ2_0:
  * half h, value l of quarter k: the bits 2k of q[32h + l]; the third bit of Q3_K: bit 4h + k of high[l]. Q2_K: w =
  * d*(low nibble)*q - dmin*(high nibble); Q3_K: w = d*(scale - 32)*(q - 4), 6-bit scales; TQ2_0: w = d*(q - 1) */
 typedef struct rfi_block_q2_k { uint8_t scales[16], q[64], d[2], dmin[2]; } rfi_block_q2_k;
@@ -6329,7 +6329,7 @@ static int rfi_piece_take(rfi_store *s, const rfi_tensor *only, uint32_t members
         if (only ? t != only : !(members >> rfi_tensor_member(s, t) & 1)) continue;
         rfi_job_end_if_done(s, t);
         if (!t->loading || t->err || t->next_row >= w->n_rows) continue;
-        uint64_t bytes = rfi_min_u64(w->size_bytes / 8, RFI_PIECE_BYTES); /* so that who waits for it can help */
+        uint64_t bytes = rfi_min_u64(w->size_bytes / 8, RFI_PIECE_BYTES); /* so that waiting threads can help */
         if (bytes < RFI_STAGING_BYTES || t->demanded) bytes = RFI_STAGING_BYTES;
         if (t->pinned_filled) bytes = RFI_PINNED_PIECE_BYTES;
         uint64_t n = rfi_max_u64(1, bytes / (w->size_bytes / w->n_rows));
@@ -13671,7 +13671,7 @@ RFI_INLINE RFI_512 void rfi_512_heads(const rfi_rows *r, uint64_t offset, __m512
 /* The low halves of 32-bit elements, converted from half precision. */
 RFI_INLINE RFI_512 __m512 rfi_512_half(__m512i v) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(v)); }
 
-/* As rfi_mxfp4_scale, of the lowest bytes. */
+/* 2^(e - 128) of the lowest bytes e, as rfi_expand_mxfp4. */
 RFI_INLINE RFI_512 __m512 rfi_512_mxfp4(__m512i v) {
     const __m512i e = _mm512_and_si512(v, _mm512_set1_epi32(255)), two = _mm512_set1_epi32(2);
     const __m512i normal = _mm512_slli_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(1)), 23);
@@ -13756,11 +13756,16 @@ RFI_INLINE RFI_512 void rfi_512_nvfp4_scales(const rfi_rows *r, uint64_t offset,
     }
 }
 
-RFI_INLINE RFI_512 void rfi_512_tq2_0_scales(const rfi_rows *r, uint64_t offset, float *s) {
+/* A half of each row. */
+RFI_INLINE RFI_512 __m512 rfi_512_halves(const rfi_rows *r, uint64_t offset) {
     uint16_t d[16];
     RFI_UNROLL(16)
-    for (int l = 0; l < 16; l++) d[l] = rfi_load_u16(r->row[l] + offset + 64);
-    const __m512 v = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)d));
+    for (int l = 0; l < 16; l++) d[l] = rfi_load_u16(r->row[l] + offset);
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)d));
+}
+
+RFI_INLINE RFI_512 void rfi_512_tq2_0_scales(const rfi_rows *r, uint64_t offset, float *s) {
+    const __m512 v = rfi_512_halves(r, offset + offsetof(rfi_block_tq2_0, d));
     RFI_UNROLL(8)
     for (uint32_t g = 0; g < 8; g++) _mm512_storeu_ps(s + g * 16, v);
 }
@@ -13788,11 +13793,8 @@ RFI_INLINE RFI_512 void rfi_512_scales(uint32_t type, const rfi_rows *r, uint64_
     } else if (type == RF_TYPE_TQ2_0) {
         rfi_512_tq2_0_scales(r, offset, s);
     } else if (type == RF_TYPE_Q6_K) {
-        uint16_t d[16];
-        RFI_UNROLL(16)
-        for (int l = 0; l < 16; l++) d[l] = rfi_load_u16(r->row[l] + offset + 208);
+        const __m512 dw = rfi_512_halves(r, offset + 208);
         rfi_512_heads(r, offset + 192, head);
-        const __m512 dw = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)d));
         RFI_UNROLL(4)
         for (int i = 0; i < 4; i++)
             RFI_UNROLL(4)
@@ -14078,8 +14080,9 @@ static rfi_expand_fn rfi_avx512_expander(uint32_t type) {
     RFI_EXPANSION(IQ2_XXS) RFI_EXPANSION(IQ2_XS) RFI_EXPANSION(IQ2_S) RFI_EXPANSION(IQ3_XXS) RFI_EXPANSION(IQ3_S)
     RFI_EXPANSION(IQ1_S) RFI_EXPANSION(IQ1_M)
 #undef RFI_EXPANSION
-    case RF_TYPE_Q2_K: case RF_TYPE_Q3_K: case RF_TYPE_TQ2_0: return NULL;
-    case RF_TYPE_IQ4_NL: case RF_TYPE_IQ4_XS: case RF_TYPE_MXFP4: case RF_TYPE_NVFP4: return NULL;
+#define RFI_NOT_EXPANDED(isa, TARGET, name, type) case type: return NULL;
+    RFI_OWN_TYPES_avx512(RFI_NOT_EXPANDED)
+#undef RFI_NOT_EXPANDED
     default: return rfi_256_expander(type);
     }
 }
@@ -20073,7 +20076,7 @@ static const rf_device_api rfi_group_api = {
 
 static uint32_t rfi_group_size(const rf_device *d) { return d->api == &rfi_group_api ? rfi_group_of(d->dev)->n : 1; }
 
-/* Have a slab's memory on the members that its weights are on: loads that came by would wait for the driver. */
+/* Allocate a slab on the members that its weights are on, so that its first copy does not wait for the driver. */
 static rf_result rfi_group_mem_place(rf_device *d, const rf_mem *mem, uint32_t place, rf_error *err) {
     const uint32_t n = rfi_group_size(d);
     rf_result r = RF_OK;
