@@ -11322,7 +11322,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_angles(rfk_angles_args a) {
 }
 
 #define RFK_DECODE_CELLS 64u /* positions of a split, at least; half as many in a cluster */
-#define RFK_DECODE_GROUP 4u  /* queries of a block, at most: larger groups take two, which read the same cells */
+#define RFK_DECODE_GROUP 4u  /* queries of a block, at most; those of a larger group read the same cells */
 #define RFK_DECODE_NEAR 1024u /* positions: rows of up to so many have RFK_CLUSTER splits at most, where clusters are */
 #define RFK_CLUSTER 8u       /* blocks of a cluster, at most: every GPU that has clusters has room for these */
 
@@ -11342,7 +11342,7 @@ struct rfk_decode_attention_args {
     uint32_t q_stride, k_stride, v_stride, out_stride; /* from row to row */
     uint32_t n_shared;                            /* rows that share the grid's splits; 0: each has the same number */
     uint32_t group;                               /* queries of a KV head */
-    uint32_t is_halved, per_column;               /* 1: in two columns of the grid; queries of one, at most */
+    uint32_t columns_log2, per_column;            /* of a KV head in the grid; queries of one, at most */
     uint32_t n_near;                              /* rows of up to so many positions have RFK_CLUSTER splits at most */
     uint32_t is_cluster;                          /* the splits of a row are a cluster */
     uint32_t is_stored;                           /* the step's keys and values are in their cells already */
@@ -11443,13 +11443,13 @@ template <class KV, int G, int PER> struct rfk_decode_shape {
         SLOTS = RFK_BLOCK / PER;
 };
 
-/* The queries of a block, of one KV head: its group or half of it. Made anew where it is used: registers are few. */
+/* The queries of a block, of one KV head: its group or a part of it. Made anew where it is used: registers are few. */
 struct rfk_decode_heads {
     uint32_t kv_head, first, n;
 };
 RFK_DEVICE rfk_decode_heads rfk_decode_heads_of(const rfk_decode_attention_args &a) {
-    const uint32_t x = rfk_uniform(rfk_computed_here(blockIdx.x)), kv_head = x >> a.is_halved,
-                   at = (x & a.is_halved) * a.per_column, left = a.group - at;
+    const uint32_t x = rfk_uniform(rfk_computed_here(blockIdx.x)), kv_head = x >> a.columns_log2,
+                   at = (x - (kv_head << a.columns_log2)) * a.per_column, left = a.group > at ? a.group - at : 0;
     const rfk_decode_heads heads = {kv_head, kv_head * a.group + at, left < a.per_column ? left : a.per_column};
     return heads;
 }
@@ -12077,9 +12077,9 @@ RFK_DEVICE rfk_decode_share rfk_decode_share_of(const rfk_decode_share &found, u
     return o;
 }
 
-/* grid [columns, splits, rows], or [columns, splits of all rows]   columns: KV heads, or halves of their groups
+/* grid [columns, splits, rows], or [columns, splits of all rows]   columns: KV heads, or parts of their groups
  * block 256   LDS up to 27 KiB   cluster [1, up to RFK_CLUSTER, 1]
- * Reads each key and value once for all queries of a column. Blocks without positions return. */
+ * Reads each key and value once for all queries of a column. Blocks without positions or queries return. */
 template <int WAVE, class KV, int G, int PER>
 static __global__ void RFK_RESIDENT(RFK_BLOCK, 2) rfk_decode_attention(rfk_decode_attention_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
@@ -12100,12 +12100,13 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, 2) rfk_decode_attention(rfk_decod
     if (a.window && n > a.window) seen = (n - a.window) % a.n_cells, n = a.window;
     const uint32_t cells = rfk_decode_cut(n, share.most, rfk_decode_min(n, pass, a.n_near)),
                    n_splits = (n + cells - 1) / cells, begin = seen + share.split * cells;
-    if (share.split >= n_splits) return; /* split 0 waits for the previous kernel, so this one ends after it */
+    if (share.split >= n_splits || rfk_decode_heads_of(a).n == 0)
+        return; /* split 0 of column 0 waits for the previous kernel, so this one ends after it */
     const uint32_t all = seen + n, end = begin + cells < all ? begin + cells : all, lane = threadIdx.x % PER,
                    slot = threadIdx.x / PER;
     const bool owns_key = end == all && !a.is_stored, inside = lane * 8 < a.head_dim;
     const size_t head = rfk_decode_raw<KV, PER>::row(1, a.head_dim) *
-                        ((size_t)row.seq * a.n_kv_heads + (blockIdx.x >> a.is_halved)) * a.n_cells;
+                        ((size_t)row.seq * a.n_kv_heads + (blockIdx.x >> a.columns_log2)) * a.n_cells;
     const rfk_decode_cells<KV> in = {(const KV *)a.k_state + head + lane * 8, (const KV *)a.v_state + head + lane * 8,
                                      end, !inside ? 0 : owns_key ? all - 1 : end, owns_key ? all - 1 : RF_NONE};
     rfk_decode_work<KV, G, PER> work;
@@ -14497,9 +14498,12 @@ static void rfk_find_direct_plan(rf_prepared *p) {
     }
 }
 
-/* Columns of the fused attention's grid: KV heads, or halves of their groups of queries. */
-static uint32_t rfk_decode_columns(const rf_attention_params *a) {
-    return a->n_kv_heads * rfk_ceil_div(a->n_heads / a->n_kv_heads, RFK_DECODE_GROUP);
+/* A KV head's columns in the grid of the fused attention, if each has up to `queries`: a power of two. Returns its
+ * logarithm. */
+static uint32_t rfk_decode_columns_log2(const rf_attention_params *a, uint32_t queries) {
+    uint32_t log2 = 0;
+    while (queries << log2 < a->n_heads / a->n_kv_heads) log2++;
+    return log2;
 }
 
 /* Splits of a decode step's attention: as many blocks a compute unit as fit at once. */
@@ -14507,7 +14511,8 @@ static void rfk_choose_decode_splits(rf_prepared *p) {
     uint32_t columns = 0;
     for (uint32_t i = 0; i < p->n_fused; i++) {
         if (p->fused[i].kind != RFK_FUSED_ATTENTION) continue;
-        const uint32_t n = rfk_decode_columns(&p->plan->ops[p->fused[i].attention].attention);
+        const rf_attention_params *a = &p->plan->ops[p->fused[i].attention].attention;
+        const uint32_t n = a->n_kv_heads << rfk_decode_columns_log2(a, RFK_DECODE_GROUP);
         if (n > columns) columns = n;
     }
     p->decode_splits = columns ? rfk_ceil_div(2 * (uint64_t)p->dev->info.compute_units, columns) : 1;
@@ -16297,18 +16302,25 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     return rfk_enqueue_config(l, kernel, c, a);
 }
 
-/* Instances cost time to compile: small groups take those of larger ones, above all with rare types of the cache. */
+/* Instances cost time to compile: few queries take those of more, above all with rare types of the cache, and a single
+ * one has its own only where clusters are. */
 template <int WAVE, class KV, int PER>
-static void (*rfk_decode_attention_of(uint32_t group))(rfk_decode_attention_args) {
-    if (group <= 2) return rfk_decode_attention<WAVE, KV, sizeof(KV) == 2 ? 2 : RFK_DECODE_GROUP, PER>;
+static void (*rfk_decode_attention_of(uint32_t queries))(rfk_decode_attention_args) {
+    const bool half = sizeof(KV) == 2;
+    if (queries == 1) return rfk_decode_attention<WAVE, KV, half ? 2 - RFK_HAS_CLUSTERS : RFK_DECODE_GROUP, PER>;
+    if (queries == 2) return rfk_decode_attention<WAVE, KV, half ? 2 : RFK_DECODE_GROUP, PER>;
     return rfk_decode_attention<WAVE, KV, RFK_DECODE_GROUP, PER>;
 }
 template <int WAVE, class KV>
-static void (*rfk_decode_attention_by(const rf_op *op))(rfk_decode_attention_args) {
-    const uint32_t group = rfk_ceil_div(op->attention.n_heads, rfk_decode_columns(&op->attention));
-    if (op->attention.head_dim <= 64) return rfk_decode_attention_of<WAVE, KV, sizeof(KV) == 4 ? 16 : 8>(group);
-    if (op->attention.head_dim <= 128) return rfk_decode_attention_of<WAVE, KV, 16>(group);
-    return rfk_decode_attention_of<WAVE, KV, 32>(group);
+static void (*rfk_decode_attention_by(uint32_t head_dim, uint32_t queries))(rfk_decode_attention_args) {
+    if (head_dim <= 64) return rfk_decode_attention_of<WAVE, KV, sizeof(KV) == 4 ? 16 : 8>(queries);
+    if (head_dim <= 128) return rfk_decode_attention_of<WAVE, KV, 16>(queries);
+    return rfk_decode_attention_of<WAVE, KV, 32>(queries);
+}
+/* Positions that a block of it takes at a time. */
+static uint32_t rfk_decode_pass(uint32_t cache_type, uint32_t head_dim) {
+    const uint32_t lanes = head_dim > 128 ? 32 : head_dim > 64 || cache_type == RF_CACHE_F32 ? 16 : 8;
+    return RFK_BLOCK / lanes * (cache_type == RF_CACHE_F32 ? 2 : 4);
 }
 template <int WAVE, class KV>
 static void (*rfk_decode_keys_of(const rf_op *op))(rfk_decode_attention_args) {
@@ -16322,10 +16334,11 @@ static void (*rfk_find_decode_keys(uint32_t cache_type, const rf_op *op))(rfk_de
     return cache_type == RF_CACHE_Q8_0 ? rfk_decode_keys_of<WAVE, rfk_q8>(op) : rfk_decode_keys_of<WAVE, uint16_t>(op);
 }
 template <int WAVE>
-static void (*rfk_find_decode_attention(uint32_t cache_type, const rf_op *op))(rfk_decode_attention_args) {
-    if (cache_type == RF_CACHE_F32) return rfk_decode_attention_by<WAVE, float>(op);
-    if (cache_type == RF_CACHE_Q8_0) return rfk_decode_attention_by<WAVE, rfk_q8>(op);
-    return rfk_decode_attention_by<WAVE, uint16_t>(op);
+static void (*rfk_find_decode_attention(uint32_t cache_type, uint32_t head_dim,
+                                        uint32_t queries))(rfk_decode_attention_args) {
+    if (cache_type == RF_CACHE_F32) return rfk_decode_attention_by<WAVE, float>(head_dim, queries);
+    if (cache_type == RF_CACHE_Q8_0) return rfk_decode_attention_by<WAVE, rfk_q8>(head_dim, queries);
+    return rfk_decode_attention_by<WAVE, uint16_t>(head_dim, queries);
 }
 
 /* Whether each row of the step sees so few positions that its splits are a cluster. */
@@ -16335,22 +16348,34 @@ static bool rfk_is_near(const rf_prepared *p, uint32_t window) {
 
 /* How many splits of a row have positions in any row of the step, at most. If some of the grid have none, those that
  * have take rfk_decode_min each, whatever the grid: results keep their bits. */
-static uint32_t rfk_used_splits(const rf_prepared *p, uint32_t window) {
-    const uint32_t n = window && window < p->positions ? window : p->positions;
-    uint32_t used = rfk_ceil_div(n, RFK_DECODE_CELLS), most = p->decode_splits;
-    if (rfk_is_near(p, window)) {
-        used = rfk_ceil_div(n, RFK_DECODE_CELLS / 2);
-        most = most < RFK_CLUSTER ? most : RFK_CLUSTER;
-    }
+static uint32_t rfk_used_splits(const rf_prepared *p, const rf_attention_params *a) {
+    const bool near = rfk_is_near(p, a->window);
+    const uint32_t n = a->window && a->window < p->positions ? a->window : p->positions,
+                   pass = rfk_decode_pass(p->cache_type, a->head_dim),
+                   least = near ? RFK_DECODE_CELLS / 2 : RFK_DECODE_CELLS,
+                   most = near && p->decode_splits > RFK_CLUSTER ? RFK_CLUSTER : p->decode_splits,
+                   used = rfk_ceil_div(n, pass > least ? pass : least);
     return used < most ? used : most;
 }
 
 /* Splits that rows share: as many blocks as fit at once, or one for each row and half as many more for those of long
  * sequences; not more than have positions. */
-static uint32_t rfk_shared_splits(const rf_prepared *p, uint32_t window, uint32_t n_rows) {
+static uint32_t rfk_shared_splits(const rf_prepared *p, const rf_attention_params *a, uint32_t n_rows) {
     const uint32_t fit = p->decode_splits, most = n_rows + fit / 2 > fit ? n_rows + fit / 2 : fit,
-                   used = n_rows * rfk_used_splits(p, window);
+                   used = n_rows * rfk_used_splits(p, a);
     return used < most ? used : most;
+}
+
+/* Queries of a column, at most. While a step's clusters leave compute units idle, columns have fewer queries each: a
+ * block's time is that of its instructions, which are one query's then. Same bits; other caches have no kernels for
+ * fewer. 8B on an H200: 620 -> 647 tok/s, behind 900 tokens 589 -> 617. */
+static uint32_t rfk_decode_queries_of(const rf_prepared *p, const rf_attention_params *a, uint32_t n_blocks) {
+    const uint32_t group = a->n_heads / a->n_kv_heads;
+    uint32_t queries = rfk_ceil_div(group, 1u << rfk_decode_columns_log2(a, RFK_DECODE_GROUP));
+    while (n_blocks && p->cache_type == RF_CACHE_F16 && queries > 1 &&
+           n_blocks << rfk_decode_columns_log2(a, (queries + 1) / 2) <= p->dev->info.compute_units)
+        queries = (queries + 1) / 2;
+    return queries;
 }
 
 static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) {
@@ -16408,15 +16433,17 @@ static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) 
         if (r != RF_OK) return r;
     }
     a.group = att->n_heads / att->n_kv_heads;
-    a.is_halved = a.group > RFK_DECODE_GROUP;
-    a.per_column = a.is_halved ? (a.group + 1) / 2 : a.group;
     a.n_shared = l->n_rows > RFK_FEW_MAX ? l->n_rows : 0;
     a.is_cluster = !a.n_shared && rfk_is_near(p, a.window);
-    c.grid = dim3(rfk_decode_columns(att), rfk_used_splits(p, a.window), l->n_rows);
-    if (a.n_shared) c.grid = dim3(c.grid.x, rfk_shared_splits(p, a.window, l->n_rows));
+    c.grid = dim3(att->n_kv_heads, rfk_used_splits(p, att), l->n_rows);
+    if (a.n_shared) c.grid = dim3(c.grid.x, rfk_shared_splits(p, att, l->n_rows));
+    a.per_column = rfk_decode_queries_of(p, att, a.is_cluster ? c.grid.x * c.grid.y * c.grid.z : 0);
+    a.columns_log2 = rfk_decode_columns_log2(att, a.per_column);
+    c.grid.x <<= a.columns_log2;
     if (a.is_cluster) c.cluster = c.grid.y;
-    void (*kernel)(rfk_decode_attention_args) = RFK_BY_WAVE(l, rfk_find_decode_attention<32>(p->cache_type, op),
-                                                         rfk_find_decode_attention<64>(p->cache_type, op));
+    void (*kernel)(rfk_decode_attention_args) =
+        RFK_BY_WAVE(l, rfk_find_decode_attention<32>(p->cache_type, att->head_dim, a.per_column),
+                    rfk_find_decode_attention<64>(p->cache_type, att->head_dim, a.per_column));
     return rfk_enqueue_config(l, kernel, c, a);
 }
 
@@ -16989,7 +17016,8 @@ static void rfk_list_ranges(rf_prepared *p, const rf_step *step) {
 }
 
 /* What the launches of a step's attention depend on. Positions are rounded up to a power of two: a graph of several
- * rows is captured again when a sequence outgrows it, a graph of one row is for all positions or for a cluster's. */
+ * rows is captured again when a sequence outgrows it, a graph of one row is for all positions, for a cluster's, or a
+ * quarter of these. */
 static void rfk_begin_rows(rf_prepared *p, const rf_step *step) {
     uint32_t last = 0;
     rfk_list_ranges(p, step);
@@ -17003,7 +17031,9 @@ static void rfk_begin_rows(rf_prepared *p, const rf_step *step) {
     p->positions = RFK_DECODE_CELLS;
     while (p->positions <= last) p->positions *= 2;
     if (step->n_rows == 1)
-        p->positions = p->dev->clusters && last < RFK_DECODE_NEAR ? RFK_DECODE_NEAR : 0x80000000u;
+        p->positions = !p->dev->clusters || last >= RFK_DECODE_NEAR ? 0x80000000u
+                       : last >= RFK_DECODE_NEAR / 4                ? RFK_DECODE_NEAR
+                                                                    : RFK_DECODE_NEAR / 4;
 }
 
 /* The graph of a step of several rows; NULL: none. Captured when two in a row have as many rows and the same weights.
