@@ -4239,6 +4239,7 @@ struct rfk_fused_args {
     const float *squares;           /* [n_in / 32] x8 is a deferred norm; NULL: it is not */
     uint32_t n_in, norm_type;
     uint32_t glu, is_gelu;          /* act(gate) * up: a GELU, else a SILU */
+    uint32_t rows_log2;             /* rfk_pairs_matvec: see rfk_pairs_row */
     float eps;
     rfk_int8_rows to8;              /* the glu's or the product's results, quantized; NULL: not wanted */
     const uint8_t *to_norm;         /* weights of the deferred norm that to8 is; NULL: it is none */
@@ -5169,8 +5170,13 @@ struct rfk_pairs_result {
     float before;        /* what is there, if the product accumulates */
     float made[2];
 };
-RFK_DEVICE void rfk_place_result(const rfk_product &p, uint32_t number, uint32_t n_blocks, rfk_pairs_result &o) {
-    o.row = (o.place / 32 * n_blocks + number) * 32 + o.place % 32;
+/* The row of a block's result `place`. Blocks take 2^log2 adjacent rows in turn. */
+RFK_DEVICE uint32_t rfk_pairs_row(uint32_t place, uint32_t log2, uint32_t number, uint32_t n_blocks) {
+    return ((((place >> log2) * n_blocks + number) << log2) | (place & ((1u << log2) - 1)));
+}
+RFK_DEVICE void rfk_place_result(const rfk_product &p, uint32_t log2, uint32_t number, uint32_t n_blocks,
+                                 rfk_pairs_result &o) {
+    o.row = rfk_pairs_row(o.place, log2, number, n_blocks);
     o.before = p.accumulate && o.row < p.n_out ? p.out[o.row] : 0.0f;
 }
 RFK_DEVICE void rfk_finish_results(const rfk_fused_args &a, const rfk_product &p, uint32_t n_made,
@@ -5187,9 +5193,10 @@ RFK_DEVICE void rfk_pairs_block(const rfk_fused_args &a, const rfk_product &p, u
     typedef rfk_fragments<TYPE> F;
     const uint32_t n_fragments = a.n_in / F::VALUES, lane = threadIdx.x % 32, n_out = p.n_out, each = a.glu ? 1 : 2,
                    waves = RFK_PAIRS_BLOCK / 32, rounds = (n_fragments + 32 * U - 1) / (32 * U),
-                   mine = lane < n_fragments ? (n_fragments - lane + 31) / 32 : 0; /* this lane's */
+                   mine = lane < n_fragments ? (n_fragments - lane + 31) / 32 : 0, /* this lane's */
+                   log2 = a.rows_log2;
     const rfk_product &other = a.glu ? a.part[1] : p;
-    uint32_t place = threadIdx.x / 32 * each, row = (place / 32 * n_blocks + number) * 32 + place % 32, round = 0;
+    uint32_t place = threadIdx.x / 32 * each, row = rfk_pairs_row(place, log2, number, n_blocks), round = 0;
     typename F::loaded raw[U][2];
     rfk_fragment_at at[2];
     float sum[2] = {0, 0};
@@ -5214,14 +5221,14 @@ RFK_DEVICE void rfk_pairs_block(const rfk_fused_args &a, const rfk_product &p, u
     if (a.sum.n_members && threadIdx.x == 0) rfk_begin_sum(a.sum, s.sum);
     rfk_fill_column<32>(a, c, weight, s, RFK_PAIRS_BLOCK);
     rfk_pairs_result own = {lane / each, place + lane / each * waves * each + lane % each, 0, 0, {0, 0}};
-    rfk_place_result(p, number, n_blocks, own);
+    rfk_place_result(p, log2, number, n_blocks, own);
     uint32_t n_made = 0;
     while (row < n_out) {
         uint32_t next_round = round + 1, next_place = place, next_row = row;
         if (next_round == rounds) { /* the rows are done: next two */
             next_round = 0;
             next_place += waves * each;
-            next_row = (next_place / 32 * n_blocks + number) * 32 + next_place % 32;
+            next_row = rfk_pairs_row(next_place, log2, number, n_blocks);
             F::template begin<32>(p.row0 + next_row, a.n_in, lane, at[0]);
             F::template begin<32>(other.row0 + (a.glu || next_row + 1 >= n_out ? next_row : next_row + 1), a.n_in, lane,
                                   at[1]);
@@ -5251,7 +5258,7 @@ RFK_DEVICE void rfk_pairs_block(const rfk_fused_args &a, const rfk_product &p, u
                 rfk_finish_results(a, p, n_made, own, s);
                 n_made = 0;
                 own.place += 32 * waves;
-                rfk_place_result(p, number, n_blocks, own);
+                rfk_place_result(p, log2, number, n_blocks, own);
             }
             sum[0] = sum[1] = 0;
         }
@@ -16286,8 +16293,9 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     uint32_t per_cu = config->blocks_per_cu;
     if (a.sum.n_members) /* blocks wait for others, so that all must run at once */
         per_cu = 2 * (shared + sizeof(rfk_fused_shared)) > p->dev->shared_bytes ? 1 : RFK_FUSED_RESIDENT;
-    const uint32_t blocks =
-        rfk_divide_blocks(l, a.part, a.glu, pairs ? 32 : waves, per_cu * p->dev->info.compute_units);
+    a.rows_log2 = a.to8.q || a.sum.n_members ? 5 : 3;
+    const uint32_t blocks = rfk_divide_blocks(l, a.part, a.glu, pairs ? 1u << a.rows_log2 : waves,
+                                              per_cu * p->dev->info.compute_units);
     rfk_config c = {dim3(blocks), dim3(pairs ? RFK_PAIRS_BLOCK : RFK_FUSED_BLOCK_OF(p->dev)), shared,
                     rfk_early_carveout(l), l->q->stream, 0};
     void (*kernel)(rfk_fused_args) =
