@@ -7503,56 +7503,69 @@ template <uint32_t COLS> RFK_DEVICE void rfk_sync_direct() {
 #endif
 }
 
+/* Where a wave's copies go on: at block `block` of a tile's 16 rows, tile t; RF_NONE: all that are of this type are made. */
+struct rfk_direct_cursor {
+    rfk_direct_at at;
+    uint32_t t, block;
+};
+template <int TYPE, uint32_t COLS> RFK_DEVICE void rfk_find_copies(const rfk_few_args &a, rfk_direct_cursor &c) {
+    rfk_direct_place place = {0, 0};
+    c.block = threadIdx.x / 32 % RFK_FEW_WAVES;
+    if (!rfk_find_direct<COLS>(a, c.t, place) || a.part[place.which].type != TYPE) c.block = RF_NONE;
+    else rfk_begin_direct(a, place, c.at);
+}
+/* Copy its block of weights, and go to the next one. */
+template <int TYPE, uint32_t COLS>
+RFK_DEVICE void rfk_copy_ahead(const rfk_few_args &a, rfk_direct_cursor &c, uint8_t *to,
+                               typename rfk_direct<TYPE>::loaded &loaded) {
+    if (c.block >= a.n_in / 256) return;
+    rfk_direct<TYPE>::copy(a, c.at, to, loaded);
+    c.block += RFK_FEW_WAVES;
+    c.at.half[0].block += RFK_FEW_WAVES, c.at.half[1].block += RFK_FEW_WAVES;
+    if (c.block < a.n_in / 256) return;
+    c.t++;
+    rfk_find_copies<TYPE, COLS>(a, c);
+}
+
 /* A block's tiles from t on whose weights are of one type; returns the first that is of another. While a wave
  * multiplies a block of 256 weights of its 16 rows, the next one is on its way to shared memory, of the next tile after
- * a tile's last. What the columns have for a wave's blocks is copied once, if that is two blocks at most. */
+ * a tile's last; two are before the launch may read x. What the columns have for a wave's blocks is copied once, if
+ * that is two blocks at most. */
 template <int TYPE, uint32_t COLS>
 RFK_DEVICE uint32_t rfk_direct_tiles(const rfk_few_args &a, uint32_t t, rfk_direct_shared<COLS> &s) {
     typedef rfk_direct<TYPE> D;
     const uint32_t lane = threadIdx.x % 32, wave = threadIdx.x / 32 % RFK_FEW_WAVES, n_blocks = a.n_in / 256;
     uint8_t(&w)[2][RFK_FEW_ROWS * 208] = s.w[threadIdx.x / 32];
     const bool stays = n_blocks <= 2 * RFK_FEW_WAVES;
-    rfk_direct_place here = {0, 0};
-    rfk_direct_at at;
-    typename D::loaded ahead;
-    (void)rfk_find_direct<COLS>(a, t, here);
-    rfk_begin_direct(a, here, at);
-    if (wave < n_blocks) D::copy(a, at, w[0], ahead);
+    rfk_direct_cursor ahead;
+    typename D::loaded now, next;
+    ahead.t = t;
+    rfk_find_copies<TYPE, COLS>(a, ahead);
+    rfk_copy_ahead<TYPE, COLS>(a, ahead, w[0], now);
+    rfk_copy_ahead<TYPE, COLS>(a, ahead, w[1], next);
     if (t == 0) rfk_wait_previous();
     if (wave < n_blocks) rfk_direct_copy<TYPE, COLS>(a, wave, s.x[wave][0]);
     rfk_commit_copies();
+    if (wave + RFK_FEW_WAVES < n_blocks) rfk_direct_copy<TYPE, COLS>(a, wave + RFK_FEW_WAVES, s.x[wave][1]);
+    rfk_commit_copies();
     if (t == 0) rfk_few_factors<32>(a, blockIdx.x * COLS, COLS, s.factor);
     uint32_t turn = 0;
-    bool is_first = true, goes_on = true;
-    while (goes_on) {
-        rfk_direct_place next = here;
-        goes_on = rfk_find_direct<COLS>(a, t + 1, next) && a.part[next.which].type == TYPE;
+    rfk_direct_place here = {0, 0};
+    while (rfk_find_direct<COLS>(a, t, here) && a.part[here.which].type == TYPE) {
         rfk_direct_sums<COLS> sum = {};
         RFK_UNROLL(1)
         for (uint32_t block = wave; block < n_blocks; block += RFK_FEW_WAVES, turn ^= 1) {
-            const bool more = block + RFK_FEW_WAVES < n_blocks;
-            const uint8_t *rows = w[turn] + lane / 4 * D::ROW;
-            const rfk_direct_x<COLS> &x = s.x[wave][stays ? block / RFK_FEW_WAVES : turn];
-            const typename D::loaded now = ahead;
-            if (more || goes_on) {
-                if (more) at.half[0].block += RFK_FEW_WAVES, at.half[1].block += RFK_FEW_WAVES;
-                else rfk_begin_direct(a, next, at);
-                D::copy(a, at, w[turn ^ 1], ahead);
-                if (!stays || (is_first && more))
-                    rfk_direct_copy<TYPE, COLS>(a, more ? block + RFK_FEW_WAVES : wave,
-                                                s.x[wave][stays ? 1 : turn ^ 1]);
-                rfk_commit_copies();
-                rfk_wait_copies_but_one();
-            } else {
-                rfk_wait_copies();
-            }
+            rfk_wait_copies_but_one();
             rfk_sync_direct<COLS>();
-            rfk_direct_block<TYPE>(rows, now, x, sum);
-            rfk_sync_direct<COLS>(); /* the copy after next goes where this block's is */
+            rfk_direct_block<TYPE>(w[turn] + lane / 4 * D::ROW, now, s.x[wave][stays ? block / RFK_FEW_WAVES : turn],
+                                   sum);
+            rfk_sync_direct<COLS>(); /* copies go where this block's is */
+            now = next;
+            if (!stays && ahead.block < n_blocks) rfk_direct_copy<TYPE, COLS>(a, ahead.block, s.x[wave][turn]);
+            rfk_copy_ahead<TYPE, COLS>(a, ahead, w[turn], next);
+            rfk_commit_copies();
         }
         rfk_end_direct(a, here, sum, t++, s);
-        here = next;
-        is_first = false;
     }
     return t;
 }
