@@ -4239,7 +4239,7 @@ struct rfk_fused_args {
     const float *squares;           /* [n_in / 32] x8 is a deferred norm; NULL: it is not */
     uint32_t n_in, norm_type;
     uint32_t glu, is_gelu;          /* act(gate) * up: a GELU, else a SILU */
-    uint32_t rows_log2;             /* rfk_pairs_matvec: see rfk_pairs_row */
+    uint32_t rows_log2;             /* of rfk_pairs_matvec: of the adjacent rows that a block takes at a time */
     float eps;
     rfk_int8_rows to8;              /* the glu's or the product's results, quantized; NULL: not wanted */
     const uint8_t *to_norm;         /* weights of the deferred norm that to8 is; NULL: it is none */
@@ -5146,9 +5146,10 @@ template <int WAVE> RFK_DEVICE void rfk_wave_sums(float *x, float *y) {
 /* ---- one column, rows in pairs ----
  * On NVIDIA, with the bits of rfk_fused_matvec: a wave takes two rows at a time, of the two products of a GLU or
  * adjacent ones. Both use what a lane has read of the column, and half as many waves leave the registers. A block makes
- * 32 results, then the next 32. 8B on an H200: Q4_K_M 562 -> 590 tok/s, Q3_K 418 -> 445, IQ3_S 388 -> 437. RFK_OTHER
- * types always run so; of RFK_FUSED_TYPES some models lose up to 1.5 %: there it is the launch config of two fragments
- * in flight, and launch configs are timed. */
+ * 32 results, then the next 32: of adjacent rows, or, where no block needs 32 to quantize, of eights between those of
+ * other blocks, so that all end at the same time. 8B on an H200: Q4_K_M 562 -> 590 tok/s, Q3_K 418 -> 445, IQ3_S
+ * 388 -> 437. RFK_OTHER types always run so; of RFK_FUSED_TYPES some models lose up to 1.5 %: there it is the launch
+ * config of two fragments in flight, and launch configs are timed. */
 
 #if defined(RFK_NVIDIA)
 #define RFK_HAS_PAIRS(dev) true
@@ -5170,13 +5171,14 @@ struct rfk_pairs_result {
     float before;        /* what is there, if the product accumulates */
     float made[2];
 };
-/* The row of a block's result `place`. Blocks take 2^log2 adjacent rows in turn. */
-RFK_DEVICE uint32_t rfk_pairs_row(uint32_t place, uint32_t log2, uint32_t number, uint32_t n_blocks) {
-    return ((((place >> log2) * n_blocks + number) << log2) | (place & ((1u << log2) - 1)));
+/* The row of a block's result `place`: blocks take adjacent rows in turn. */
+RFK_DEVICE uint32_t rfk_pairs_row(const rfk_fused_args &a, uint32_t place, uint32_t number, uint32_t n_blocks) {
+    const uint32_t log2 = a.rows_log2;
+    return ((place >> log2) * n_blocks + number) << log2 | (place & ((1u << log2) - 1));
 }
-RFK_DEVICE void rfk_place_result(const rfk_product &p, uint32_t log2, uint32_t number, uint32_t n_blocks,
+RFK_DEVICE void rfk_place_result(const rfk_fused_args &a, const rfk_product &p, uint32_t number, uint32_t n_blocks,
                                  rfk_pairs_result &o) {
-    o.row = rfk_pairs_row(o.place, log2, number, n_blocks);
+    o.row = rfk_pairs_row(a, o.place, number, n_blocks);
     o.before = p.accumulate && o.row < p.n_out ? p.out[o.row] : 0.0f;
 }
 RFK_DEVICE void rfk_finish_results(const rfk_fused_args &a, const rfk_product &p, uint32_t n_made,
@@ -5193,10 +5195,9 @@ RFK_DEVICE void rfk_pairs_block(const rfk_fused_args &a, const rfk_product &p, u
     typedef rfk_fragments<TYPE> F;
     const uint32_t n_fragments = a.n_in / F::VALUES, lane = threadIdx.x % 32, n_out = p.n_out, each = a.glu ? 1 : 2,
                    waves = RFK_PAIRS_BLOCK / 32, rounds = (n_fragments + 32 * U - 1) / (32 * U),
-                   mine = lane < n_fragments ? (n_fragments - lane + 31) / 32 : 0, /* this lane's */
-                   log2 = a.rows_log2;
+                   mine = lane < n_fragments ? (n_fragments - lane + 31) / 32 : 0; /* this lane's */
     const rfk_product &other = a.glu ? a.part[1] : p;
-    uint32_t place = threadIdx.x / 32 * each, row = rfk_pairs_row(place, log2, number, n_blocks), round = 0;
+    uint32_t place = threadIdx.x / 32 * each, row = rfk_pairs_row(a, place, number, n_blocks), round = 0;
     typename F::loaded raw[U][2];
     rfk_fragment_at at[2];
     float sum[2] = {0, 0};
@@ -5221,14 +5222,14 @@ RFK_DEVICE void rfk_pairs_block(const rfk_fused_args &a, const rfk_product &p, u
     if (a.sum.n_members && threadIdx.x == 0) rfk_begin_sum(a.sum, s.sum);
     rfk_fill_column<32>(a, c, weight, s, RFK_PAIRS_BLOCK);
     rfk_pairs_result own = {lane / each, place + lane / each * waves * each + lane % each, 0, 0, {0, 0}};
-    rfk_place_result(p, log2, number, n_blocks, own);
+    rfk_place_result(a, p, number, n_blocks, own);
     uint32_t n_made = 0;
     while (row < n_out) {
         uint32_t next_round = round + 1, next_place = place, next_row = row;
         if (next_round == rounds) { /* the rows are done: next two */
             next_round = 0;
             next_place += waves * each;
-            next_row = rfk_pairs_row(next_place, log2, number, n_blocks);
+            next_row = rfk_pairs_row(a, next_place, number, n_blocks);
             F::template begin<32>(p.row0 + next_row, a.n_in, lane, at[0]);
             F::template begin<32>(other.row0 + (a.glu || next_row + 1 >= n_out ? next_row : next_row + 1), a.n_in, lane,
                                   at[1]);
@@ -5258,7 +5259,7 @@ RFK_DEVICE void rfk_pairs_block(const rfk_fused_args &a, const rfk_product &p, u
                 rfk_finish_results(a, p, n_made, own, s);
                 n_made = 0;
                 own.place += 32 * waves;
-                rfk_place_result(p, log2, number, n_blocks, own);
+                rfk_place_result(a, p, number, n_blocks, own);
             }
             sum[0] = sum[1] = 0;
         }
@@ -7503,28 +7504,28 @@ template <uint32_t COLS> RFK_DEVICE void rfk_sync_direct() {
 #endif
 }
 
-/* Where a wave's copies go on: at block `block` of a tile's 16 rows, tile t; RF_NONE: all that are of this type are made. */
+/* What a wave copies next: block `block` of its rows of tile t. RF_NONE, or too large: it has no more of this type. */
 struct rfk_direct_cursor {
     rfk_direct_at at;
     uint32_t t, block;
 };
-template <int TYPE, uint32_t COLS> RFK_DEVICE void rfk_find_copies(const rfk_few_args &a, rfk_direct_cursor &c) {
+template <int TYPE, uint32_t COLS> RFK_DEVICE void rfk_begin_copies(const rfk_few_args &a, rfk_direct_cursor &c) {
     rfk_direct_place place = {0, 0};
     c.block = threadIdx.x / 32 % RFK_FEW_WAVES;
     if (!rfk_find_direct<COLS>(a, c.t, place) || a.part[place.which].type != TYPE) c.block = RF_NONE;
     else rfk_begin_direct(a, place, c.at);
 }
-/* Copy its block of weights, and go to the next one. */
+/* Copy its weights, and go to the next block, after a tile's last to the next tile. */
 template <int TYPE, uint32_t COLS>
-RFK_DEVICE void rfk_copy_ahead(const rfk_few_args &a, rfk_direct_cursor &c, uint8_t *to,
-                               typename rfk_direct<TYPE>::loaded &loaded) {
+RFK_DEVICE void rfk_copy_next(const rfk_few_args &a, rfk_direct_cursor &c, uint8_t *to,
+                              typename rfk_direct<TYPE>::loaded &loaded) {
     if (c.block >= a.n_in / 256) return;
     rfk_direct<TYPE>::copy(a, c.at, to, loaded);
     c.block += RFK_FEW_WAVES;
     c.at.half[0].block += RFK_FEW_WAVES, c.at.half[1].block += RFK_FEW_WAVES;
     if (c.block < a.n_in / 256) return;
     c.t++;
-    rfk_find_copies<TYPE, COLS>(a, c);
+    rfk_begin_copies<TYPE, COLS>(a, c);
 }
 
 /* A block's tiles from t on whose weights are of one type; returns the first that is of another. While a wave
@@ -7540,9 +7541,9 @@ RFK_DEVICE uint32_t rfk_direct_tiles(const rfk_few_args &a, uint32_t t, rfk_dire
     rfk_direct_cursor ahead;
     typename D::loaded now, next;
     ahead.t = t;
-    rfk_find_copies<TYPE, COLS>(a, ahead);
-    rfk_copy_ahead<TYPE, COLS>(a, ahead, w[0], now);
-    rfk_copy_ahead<TYPE, COLS>(a, ahead, w[1], next);
+    rfk_begin_copies<TYPE, COLS>(a, ahead);
+    rfk_copy_next<TYPE, COLS>(a, ahead, w[0], now);
+    rfk_copy_next<TYPE, COLS>(a, ahead, w[1], next);
     if (t == 0) rfk_wait_previous();
     if (wave < n_blocks) rfk_direct_copy<TYPE, COLS>(a, wave, s.x[wave][0]);
     rfk_commit_copies();
@@ -7562,7 +7563,7 @@ RFK_DEVICE uint32_t rfk_direct_tiles(const rfk_few_args &a, uint32_t t, rfk_dire
             rfk_sync_direct<COLS>(); /* copies go where this block's is */
             now = next;
             if (!stays && ahead.block < n_blocks) rfk_direct_copy<TYPE, COLS>(a, ahead.block, s.x[wave][turn]);
-            rfk_copy_ahead<TYPE, COLS>(a, ahead, w[turn], next);
+            rfk_copy_next<TYPE, COLS>(a, ahead, w[turn], next);
             rfk_commit_copies();
         }
         rfk_end_direct(a, here, sum, t++, s);
@@ -16306,7 +16307,7 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     uint32_t per_cu = config->blocks_per_cu;
     if (a.sum.n_members) /* blocks wait for others, so that all must run at once */
         per_cu = 2 * (shared + sizeof(rfk_fused_shared)) > p->dev->shared_bytes ? 1 : RFK_FUSED_RESIDENT;
-    a.rows_log2 = a.to8.q || a.sum.n_members ? 5 : 3;
+    a.rows_log2 = a.to8.q || a.sum.n_members ? 5 : 3; /* two rows at a time: 1B and 30B 1 to 2 % slower than eight */
     const uint32_t blocks = rfk_divide_blocks(l, a.part, a.glu, pairs ? 1u << a.rows_log2 : waves,
                                               per_cu * p->dev->info.compute_units);
     rfk_config c = {dim3(blocks), dim3(pairs ? RFK_PAIRS_BLOCK : RFK_FUSED_BLOCK_OF(p->dev)), shared,
