@@ -578,8 +578,7 @@ static void rccl_failing(int peers, uint32_t n_runs) {
     hip_emu_rccl(HIP_EMU_RCCL_NONE);
     mg_free(&file);
 }
-static void test_rccl_failing(void) { rccl_failing(HIP_EMU_PEERS_OK, 15), rccl_failing(HIP_EMU_PEERS_REFUSED, 15); }
-static void test_rccl_failing_more(void) { rccl_failing(HIP_EMU_PEERS_OK, 150), rccl_failing(HIP_EMU_PEERS_REFUSED, 150); }
+static void test_rccl_failing(void) { rccl_failing(HIP_EMU_PEERS_OK, 150), rccl_failing(HIP_EMU_PEERS_REFUSED, 150); }
 
 /* Members that cannot copy from each other, or do so wrongly or without end, hand activations through host memory. */
 static void test_peers(void) {
@@ -874,7 +873,6 @@ int main(int argc, char **argv) {
     RUN_SLOW(test_rccl);
     RUN_SLOW(test_rccl_of_three);
     RUN_SLOW(test_rccl_failing);
-    RUN_SLOW(test_rccl_failing_more);
     RUN(test_tensors_experts);
     RUN_SLOW(test_tensors_experts_more);
     RUN_SLOW(test_tensors_experts_within);
