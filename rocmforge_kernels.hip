@@ -4239,7 +4239,7 @@ struct rfk_fused_args {
     const float *squares;           /* [n_in / 32] x8 is a deferred norm; NULL: it is not */
     uint32_t n_in, norm_type;
     uint32_t glu, is_gelu;          /* act(gate) * up: a GELU, else a SILU */
-    uint32_t rows_log2;             /* of rfk_pairs_matvec: of the adjacent rows that a block takes at a time */
+    uint32_t rows_log2;             /* rfk_pairs_matvec: a block takes 2^rows_log2 adjacent rows at a time */
     float eps;
     rfk_int8_rows to8;              /* the glu's or the product's results, quantized; NULL: not wanted */
     const uint8_t *to_norm;         /* weights of the deferred norm that to8 is; NULL: it is none */
@@ -11363,7 +11363,7 @@ struct rfk_decode_attention_args {
     uint32_t q_stride, k_stride, v_stride, out_stride; /* from row to row */
     uint32_t n_shared;                            /* rows that share the grid's splits; 0: each has the same number */
     uint32_t group;                               /* queries of a KV head */
-    uint32_t columns_log2, per_column;            /* of a KV head in the grid; queries of one, at most */
+    uint32_t columns_log2, per_column;            /* of a KV head: 2^columns_log2 columns of the grid; their queries */
     uint32_t n_near;                              /* rows of up to so many positions have RFK_CLUSTER splits at most */
     uint32_t is_cluster;                          /* the splits of a row are a cluster */
     uint32_t is_stored;                           /* the step's keys and values are in their cells already */
@@ -14519,8 +14519,8 @@ static void rfk_find_direct_plan(rf_prepared *p) {
     }
 }
 
-/* A KV head's columns in the grid of the fused attention, if each has up to `queries`: a power of two. Returns its
- * logarithm. */
+/* How many columns a KV head has in the grid of decode attention, if each has up to `queries`: the logarithm of a power
+ * of two. */
 static uint32_t rfk_decode_columns_log2(const rf_attention_params *a, uint32_t queries) {
     uint32_t log2 = 0;
     while (queries << log2 < a->n_heads / a->n_kv_heads) log2++;
@@ -16307,7 +16307,7 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     uint32_t per_cu = config->blocks_per_cu;
     if (a.sum.n_members) /* blocks wait for others, so that all must run at once */
         per_cu = 2 * (shared + sizeof(rfk_fused_shared)) > p->dev->shared_bytes ? 1 : RFK_FUSED_RESIDENT;
-    a.rows_log2 = a.to8.q || a.sum.n_members ? 5 : 3; /* two rows at a time: 1B and 30B 1 to 2 % slower than eight */
+    a.rows_log2 = a.to8.q || a.sum.n_members ? 5 : 3; /* pairs of rows: 1B and 30B some 1 % slower than 32 in one run */
     const uint32_t blocks = rfk_divide_blocks(l, a.part, a.glu, pairs ? 1u << a.rows_log2 : waves,
                                               per_cu * p->dev->info.compute_units);
     rfk_config c = {dim3(blocks), dim3(pairs ? RFK_PAIRS_BLOCK : RFK_FUSED_BLOCK_OF(p->dev)), shared,
@@ -16339,7 +16339,7 @@ static void (*rfk_decode_attention_by(uint32_t head_dim, uint32_t queries))(rfk_
     if (head_dim <= 128) return rfk_decode_attention_of<WAVE, KV, 16>(queries);
     return rfk_decode_attention_of<WAVE, KV, 32>(queries);
 }
-/* Positions that a block of it takes at a time. */
+/* Positions that a block takes at a time: T * SLOTS of the kernel that rfk_decode_attention_by chooses. */
 static uint32_t rfk_decode_pass(uint32_t cache_type, uint32_t head_dim) {
     const uint32_t lanes = head_dim > 128 ? 32 : head_dim > 64 || cache_type == RF_CACHE_F32 ? 16 : 8;
     return RFK_BLOCK / lanes * (cache_type == RF_CACHE_F32 ? 2 : 4);
@@ -16390,7 +16390,7 @@ static uint32_t rfk_shared_splits(const rf_prepared *p, const rf_attention_param
 
 /* Queries of a column, at most. While a step's clusters leave compute units idle, columns have fewer queries each: a
  * block's time is that of its instructions, which are one query's then. Same bits; other caches have no kernels for
- * fewer. 8B on an H200: 620 -> 647 tok/s, behind 900 tokens 589 -> 617. */
+ * fewer. 8B on an H200: 623 -> 645 tok/s, behind 900 tokens 599 -> 621. */
 static uint32_t rfk_decode_queries_of(const rf_prepared *p, const rf_attention_params *a, uint32_t n_blocks) {
     const uint32_t group = a->n_heads / a->n_kv_heads;
     uint32_t queries = rfk_ceil_div(group, 1u << rfk_decode_columns_log2(a, RFK_DECODE_GROUP));

@@ -544,7 +544,7 @@ static void test_rccl(void) { rccl(0, 1); }
 static void test_rccl_of_three(void) { rccl(1, 2); }
 
 /* Calls that fail, of RCCL too, while sums go by it: an error, or the same bits by kernels; then the session goes on by kernels. */
-static void rccl_failing(int peers, uint32_t n_runs) {
+static void rccl_failing(int peers) {
     static const rf_device_desc dd = {.split = RF_SPLIT_TENSORS};
     static speech want, got;
     mg_buf file = {0};
@@ -552,7 +552,7 @@ static void rccl_failing(int peers, uint32_t n_runs) {
     uint64_t n_calls = 1, opened = 0;
     mg_llama(&file, &(mg_options){.type = MG_Q4_0, .n_layers = 2, .n_embd = 512, .n_heads = 8, .n_kv_heads = 4, .n_ff = 160, .seed = 12});
     hip_emu_peers(peers);
-    for (uint64_t call = 0; call < n_calls; call += 1 + n_calls / n_runs, n++) {
+    for (uint64_t call = 0; call < n_calls; call += 1 + n_calls / 150, n++) {
         rig r;
         const uint64_t before = hip_emu_get_counts().calls;
         hip_emu_rccl(HIP_EMU_RCCL_FAST);
@@ -578,7 +578,7 @@ static void rccl_failing(int peers, uint32_t n_runs) {
     hip_emu_rccl(HIP_EMU_RCCL_NONE);
     mg_free(&file);
 }
-static void test_rccl_failing(void) { rccl_failing(HIP_EMU_PEERS_OK, 150), rccl_failing(HIP_EMU_PEERS_REFUSED, 150); }
+static void test_rccl_failing(void) { rccl_failing(HIP_EMU_PEERS_OK), rccl_failing(HIP_EMU_PEERS_REFUSED); }
 
 /* Members that cannot copy from each other, or do so wrongly or without end, hand activations through host memory. */
 static void test_peers(void) {
