@@ -449,33 +449,59 @@ RFK_DEVICE void rfk_wait_previous() {
 #define RFK_HAS_CLUSTERS 0
 #endif
 
-/* Blocks of a cluster: what each wrote to shared memory before it arrived, the others read after their wait. */
-RFK_DEVICE void rfk_arrive_at_cluster() {
+/* ---- mbarriers and clusters ----
+ * An mbarrier counts arrivals, and bytes that are on their way to shared memory: those of bulk copies, and those that
+ * another block of the cluster sends. PTX ISA 8.7, "mbarrier", "st.async". */
 #if defined(ROCMFORGE_HIP_EMU)
-    hip_emu_arrive_at_cluster();
-#elif defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
-#endif
+typedef hip_emu_gate rfk_mbarrier;
+RFK_DEVICE void rfk_mbarrier_init(rfk_mbarrier *g, uint32_t n) { hip_emu_gate_make(g, n); }
+RFK_DEVICE void rfk_mbarrier_expect(rfk_mbarrier *g, uint32_t n_bytes) { hip_emu_gate_arrive(g, n_bytes); }
+RFK_DEVICE void rfk_mbarrier_wait(rfk_mbarrier *g, uint32_t n) { hip_emu_gate_wait(g, n & 1); }
+RFK_DEVICE void rfk_arrive_at_cluster() { hip_emu_arrive_at_cluster(); }
+RFK_DEVICE void rfk_wait_for_cluster() { hip_emu_wait_for_cluster(); }
+RFK_DEVICE void rfk_send(uint32_t rank, float *to, const float4 &v, rfk_mbarrier *g) {
+    hip_emu_gate_send(g, rank, to, &v, sizeof v);
 }
-RFK_DEVICE void rfk_wait_for_cluster() {
-#if defined(ROCMFORGE_HIP_EMU)
-    hip_emu_wait_for_cluster();
-#elif defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-#endif
-}
-/* Where block `rank` of the cluster has what is at p in this block's shared memory. */
-RFK_DEVICE const float *rfk_of_cluster(const float *p, uint32_t rank) {
-#if defined(ROCMFORGE_HIP_EMU)
-    return static_cast<const float *>(hip_emu_of_cluster(p, rank));
-#elif defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm("mapa.u64 %0, %0, %1;" : "+l"(p) : "r"(rank));
-    return p;
 #else
-    (void)rank;
-    return p;
-#endif
+typedef uint64_t rfk_mbarrier;
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+RFK_DEVICE uint32_t rfk_shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+/* By one thread, before a barrier of the block or the cluster. */
+RFK_DEVICE void rfk_mbarrier_init(rfk_mbarrier *g, uint32_t n) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(rfk_shared_address(g)), "r"(n) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
+/* Arrive, and tell how many bytes come. */
+RFK_DEVICE void rfk_mbarrier_expect(rfk_mbarrier *g, uint32_t n_bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(rfk_shared_address(g)), "r"(n_bytes)
+                 : "memory");
+}
+/* The n-th wait, from 0: an mbarrier has one parity bit. */
+RFK_DEVICE void rfk_mbarrier_wait(rfk_mbarrier *g, uint32_t n) {
+    asm volatile("{.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;\n}"
+                 ::"r"(rfk_shared_address(g)), "r"(n & 1) : "memory");
+}
+/* The barrier of a cluster's threads, which all come: behind it they have begun, and made their mbarriers. */
+RFK_DEVICE void rfk_arrive_at_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+RFK_DEVICE void rfk_wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+/* Store v to `to` in the shared memory of block `rank` of the cluster, whose mbarrier at g counts the bytes. That block
+ * has begun, and does not end before it has them. */
+RFK_DEVICE void rfk_send(uint32_t rank, float *to, const float4 &v, rfk_mbarrier *g) {
+    uint32_t at = rfk_shared_address(to), gate = rfk_shared_address(g);
+    asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(at) : "r"(rank));
+    asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(gate) : "r"(rank));
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];"
+                 ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(gate) : "memory");
+}
+#else /* no clusters */
+RFK_DEVICE void rfk_mbarrier_init(rfk_mbarrier *, uint32_t) {}
+RFK_DEVICE void rfk_mbarrier_expect(rfk_mbarrier *, uint32_t) {}
+RFK_DEVICE void rfk_mbarrier_wait(rfk_mbarrier *, uint32_t) {}
+RFK_DEVICE void rfk_arrive_at_cluster() {}
+RFK_DEVICE void rfk_wait_for_cluster() {}
+RFK_DEVICE void rfk_send(uint32_t, float *, const float4 &, rfk_mbarrier *) {}
+#endif
+#endif
 
 #define RFK_BLOCK 256        /* threads of a block unless a kernel says otherwise */
 #define RFK_MATVEC_WAVES 4   /* waves of a matvec block; a wave computes a row */
@@ -7490,10 +7516,10 @@ RFK_DEVICE void rfk_end_direct(const rfk_few_args &a, const rfk_direct_place &pl
         (void)rfk_put_glu(a, row, col, rfk_direct_result(s, t, of), rfk_direct_result(s, t, of + 8));
 }
 
-/* Wait for the waves that share x with this one. */
-template <uint32_t COLS> RFK_DEVICE void rfk_sync_direct() {
+/* Wait for the wave's lanes, and if x changes for the waves that share it with this one. */
+template <uint32_t COLS> RFK_DEVICE void rfk_sync_direct(bool changes) {
     const uint32_t wave = threadIdx.x / 32 % RFK_FEW_WAVES;
-    if (COLS <= 8) {
+    if (COLS <= 8 || !changes) {
         rfk_sync_lanes<32>();
         return;
     }
@@ -7550,6 +7576,7 @@ RFK_DEVICE uint32_t rfk_direct_tiles(const rfk_few_args &a, uint32_t t, rfk_dire
     if (wave + RFK_FEW_WAVES < n_blocks) rfk_direct_copy<TYPE, COLS>(a, wave + RFK_FEW_WAVES, s.x[wave][1]);
     rfk_commit_copies();
     if (t == 0) rfk_few_factors<32>(a, blockIdx.x * COLS, COLS, s.factor);
+    const uint32_t first = t;
     uint32_t turn = 0;
     rfk_direct_place here = {0, 0};
     while (rfk_find_direct<COLS>(a, t, here) && a.part[here.which].type == TYPE) {
@@ -7557,10 +7584,10 @@ RFK_DEVICE uint32_t rfk_direct_tiles(const rfk_few_args &a, uint32_t t, rfk_dire
         RFK_UNROLL(1)
         for (uint32_t block = wave; block < n_blocks; block += RFK_FEW_WAVES, turn ^= 1) {
             rfk_wait_copies_but_one();
-            rfk_sync_direct<COLS>();
+            rfk_sync_direct<COLS>(!stays || t == first);
             rfk_direct_block<TYPE>(w[turn] + lane / 4 * D::ROW, now, s.x[wave][stays ? block / RFK_FEW_WAVES : turn],
                                    sum);
-            rfk_sync_direct<COLS>(); /* copies go where this block's is */
+            rfk_sync_direct<COLS>(!stays); /* copies go where this block's is */
             now = next;
             if (!stays && ahead.block < n_blocks) rfk_direct_copy<TYPE, COLS>(a, ahead.block, s.x[wave][turn]);
             rfk_copy_next<TYPE, COLS>(a, ahead, w[turn], next);
@@ -7778,10 +7805,8 @@ struct rfk_wide_shared {
 
 #if defined(ROCMFORGE_HIP_EMU)
 #define RFK_MAY_WGMMA(index, arch) hip_emu_has_wgmma(index)
-typedef hip_emu_gate rfk_mbarrier;
 #elif defined(RFK_NVIDIA)
 #define RFK_MAY_WGMMA(index, arch) (strcmp(arch, "sm_90") == 0)
-typedef uint64_t rfk_mbarrier;
 #else
 #define RFK_MAY_WGMMA(index, arch) false
 #endif
@@ -7805,11 +7830,9 @@ template <uint32_t STAGES> RFK_DEVICE void rfk_wgmma_next(rfk_wgmma_turn<STAGES>
 #if defined(ROCMFORGE_HIP_EMU)
 RFK_DEVICE uint32_t rfk_shared_address(const void *p) { return (uint32_t)(size_t)p; }
 RFK_DEVICE void rfk_assume_global(const void *) {}
-RFK_DEVICE void rfk_mbarrier_init(rfk_mbarrier *g, uint32_t n) { hip_emu_gate_make(g, n); }
 RFK_DEVICE void rfk_mbarrier_arrive(rfk_mbarrier *g) { hip_emu_gate_arrive(g, 0); }
-RFK_DEVICE void rfk_mbarrier_wait(rfk_mbarrier *g, uint32_t n) { hip_emu_gate_wait(g, n & 1); }
 RFK_DEVICE void rfk_mbarrier_copy(rfk_mbarrier *g, void *to, const void *from, uint32_t n_bytes) {
-    hip_emu_gate_arrive(g, n_bytes);
+    rfk_mbarrier_expect(g, n_bytes);
     hip_emu_gate_copy(g, to, from, n_bytes);
 }
 RFK_DEVICE void rfk_fence_async_proxy() {}
@@ -7837,28 +7860,16 @@ RFK_DEVICE void rfk_wgmma_rows(float *sum, const uint32_t *fragment, rfk_wgmma_o
 }
 RFK_DEVICE uint32_t rfk_same_in_wave(uint32_t v) { return v; }
 #else
-RFK_DEVICE uint32_t rfk_shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
 /* Pointers out of tables: loads that may be of shared memory are slower. */
 RFK_DEVICE void rfk_assume_global(const void *p) { __builtin_assume(__isGlobal(p)); }
-/* By one thread, before a barrier. */
-RFK_DEVICE void rfk_mbarrier_init(rfk_mbarrier *g, uint32_t n) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(rfk_shared_address(g)), "r"(n) : "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
 RFK_DEVICE void rfk_mbarrier_arrive(rfk_mbarrier *g) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(rfk_shared_address(g)) : "memory");
 }
-/* The n-th wait, from 0: an mbarrier has one parity bit. */
-RFK_DEVICE void rfk_mbarrier_wait(rfk_mbarrier *g, uint32_t n) {
-    asm volatile("{.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;\n}"
-                 ::"r"(rfk_shared_address(g)), "r"(n & 1) : "memory");
-}
 /* Arrive, and start a bulk copy whose bytes the mbarrier waits for, too. */
 RFK_DEVICE void rfk_mbarrier_copy(rfk_mbarrier *g, void *to, const void *from, uint32_t n_bytes) {
-    const uint32_t gate = rfk_shared_address(g);
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(gate), "r"(n_bytes) : "memory");
+    rfk_mbarrier_expect(g, n_bytes);
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(rfk_shared_address(to)), "l"(from), "r"(n_bytes), "r"(gate) : "memory");
+                 ::"r"(rfk_shared_address(to)), "l"(from), "r"(n_bytes), "r"(rfk_shared_address(g)) : "memory");
 }
 /* Make this thread's stores to shared memory visible to wgmma after the next arrival or barrier. */
 RFK_DEVICE void rfk_fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -11483,12 +11494,14 @@ struct rfk_decode_share {
 
 #define RFK_DECODE_JOIN 4096 /* floats: from eight waves, four heads of 128 or two of 256 */
 #define RFK_DECODE_SPLITS 64u
+#define RFK_DECODE_PARTS(queries, head_dim) ((queries) * ((head_dim) + 4) * 4) /* bytes of a split's */
 template <int G, int PER> struct rfk_decode_shared {
     alignas(16) float x[G + 2][PER * 8];  /* the queries, the new key, the new value */
     alignas(16) float join[RFK_DECODE_JOIN]; /* [query][wave] weighted sums */
     float norm[2][PER * 8];               /* weights of the norms of queries and keys */
     float peak[G][8][2];                  /* [query][wave] maximum, sum of weights */
     rfk_decode_share share;
+    rfk_mbarrier parts;                   /* of a cluster: those of its splits are there, at its first block */
     uint32_t is_last, n_splits;           /* here for lack of registers */
 };
 
@@ -11704,21 +11717,23 @@ RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const r
                                    in.older_end);
 }
 
-/* Where the results of a block's queries go, and the parts of its splits. is_cluster: `part` is in the shared memory of
- * the split's block. */
+/* Where the results of a block's queries go, and the parts of its splits: of a cluster in its first block's shared
+ * memory, where `parts` counts them. */
 struct rfk_decode_output {
     float *out, *part;
+    rfk_mbarrier *parts; /* NULL: no cluster */
     rfk_int8_rows x8;
     rfk_few_columns few;
-    uint32_t row, first, group, n_heads, head_dim, is_cluster;
+    uint32_t row, first, group, n_heads, head_dim;
 };
 RFK_DEVICE rfk_decode_output rfk_decode_output_of(const rfk_decode_attention_args &a, const rfk_decode_share &share,
-                                                  float *shared) {
+                                                  float *shared, rfk_mbarrier *parts) {
     const rfk_decode_heads heads = rfk_decode_heads_of(a);
     const size_t part = (size_t)(share.slot * a.n_heads + heads.first * share.most) * (a.head_dim + 4);
-    const uint32_t is_cluster = RFK_HAS_CLUSTERS ? a.is_cluster : 0;
-    const rfk_decode_output to = {a.out + (size_t)share.row * a.out_stride, is_cluster ? shared : a.part + part, a.x8,
-                                  a.few, share.row, heads.first, heads.n, a.n_heads, a.head_dim, is_cluster};
+    const bool is_cluster = RFK_HAS_CLUSTERS && a.is_cluster;
+    const rfk_decode_output to = {a.out + (size_t)share.row * a.out_stride, is_cluster ? shared : a.part + part,
+                                  is_cluster ? parts : NULL, a.x8, a.few, share.row, heads.first, heads.n, a.n_heads,
+                                  a.head_dim};
     return to;
 }
 
@@ -11735,9 +11750,14 @@ RFK_CALLED void rfk_decode_out(rfk_decode_output to, uint32_t query, uint32_t c,
     if (inside && to.few.q) rfk_few_put_int8(to.few, to.n_heads * to.head_dim, to.row, i, v);
 }
 
-/* Where split y leaves its weighted sums, [query][head_dim], and after them each query's maximum and sum of weights. */
+/* Where split y leaves its weighted sums, [query][head_dim], and behind them [query] maximum, sum of weights, 0, 0. */
 RFK_DEVICE float *rfk_decode_part(const rfk_decode_output &to, uint32_t y) {
     return to.part + (size_t)y * to.group * (to.head_dim + 4);
+}
+/* Store v there. */
+RFK_DEVICE void rfk_decode_leave(const rfk_decode_output &to, float *at, float4 v) {
+    if (to.parts) rfk_send(0, at, v, to.parts);
+    else *reinterpret_cast<float4 *>(at) = v;
 }
 
 /* Combine the lanes of a wave (reduce-scatter): v becomes the lane's share of the weighted sums, [query][8] from the
@@ -11827,10 +11847,10 @@ RFK_DEVICE void rfk_decode_join(rfk_decode_shared<G, PER> &s, const rfk_decode_o
             const float4 four = {x[0] * inverse, x[1] * inverse, x[2] * inverse, x[3] * inverse};
             rfk_decode_out<WAVE>(out, head, c, four, inside);
         } else if (inside) {
-            float *part = rfk_decode_part(out, out.is_cluster ? 0 : y);
-            const float4 four = {x[0], x[1], x[2], x[3]};
-            *reinterpret_cast<float4 *>(part + head * dim + c * 4) = four;
-            if (c == 0) part[group * dim + 2 * head] = top, part[group * dim + 2 * head + 1] = weights;
+            float *part = rfk_decode_part(out, y);
+            const float4 four = {x[0], x[1], x[2], x[3]}, rest = {top, weights, 0, 0};
+            rfk_decode_leave(out, part + head * dim + c * 4, four);
+            if (c == 0) rfk_decode_leave(out, part + group * dim + 4 * head, rest);
         }
     }
 }
@@ -11881,10 +11901,9 @@ template <int WAVE> RFK_CALLED void rfk_decode_join_near(rfk_decode_output out, 
         RFK_UNROLL(8)
         for (uint32_t k = 0; k < RFK_CLUSTER; k++) {
             const uint32_t y = k < n_splits ? k : n_splits - 1; /* behind the last: its weight is 0 */
-            const float *part = out.is_cluster ? rfk_of_cluster(out.part, y) : rfk_decode_part(out, y);
-            const float4 four = reinterpret_cast<const float4 *>(part)[g * (out.head_dim / 4) + c];
-            const float2 two = reinterpret_cast<const float2 *>(part)[out.group * (out.head_dim / 2) + g];
-            largest[k] = two.x, sum[k] = two.y;
+            const float4 *part = reinterpret_cast<const float4 *>(rfk_decode_part(out, y));
+            const float4 four = part[g * (out.head_dim / 4) + c], rest = part[out.group * (out.head_dim / 4) + g];
+            largest[k] = rest.x, sum[k] = rest.y;
             v[k][0] = four.x, v[k][1] = four.y, v[k][2] = four.z, v[k][3] = four.w;
         }
         RFK_UNROLL(8)
@@ -11897,7 +11916,6 @@ template <int WAVE> RFK_CALLED void rfk_decode_join_near(rfk_decode_output out, 
         }
         all = 1.0f / all;
     }
-    if (out.is_cluster) rfk_arrive_at_cluster(); /* the others' shared memory is read */
     const float4 four = {x[0] * all, x[1] * all, x[2] * all, x[3] * all};
     rfk_decode_out<WAVE>(out, g, c, four, inside);
 }
@@ -11914,9 +11932,8 @@ template <int WAVE> RFK_DEVICE void rfk_decode_weights(float *join, const rfk_de
             const uint32_t y = lane + k * WAVE;
             largest[k] = -3e38f, sum[k] = 0;
             if (y < n_splits) {
-                const float *from = rfk_decode_part(out, y) + out.group * out.head_dim + g / 2 * 4;
-                const float4 two = rfk_decode_load_part(from);
-                largest[k] = g % 2 ? two.z : two.x, sum[k] = g % 2 ? two.w : two.y;
+                const float4 rest = rfk_decode_load_part(rfk_decode_part(out, y) + out.group * out.head_dim + g * 4);
+                largest[k] = rest.x, sum[k] = rest.y;
             }
             top = fmaxf(top, largest[k]);
         }
@@ -12098,8 +12115,17 @@ RFK_DEVICE rfk_decode_share rfk_decode_share_of(const rfk_decode_share &found, u
     return o;
 }
 
+/* The blocks of a cluster that have positions tell each other that they have begun; the first waits for n_floats. */
+RFK_DEVICE void rfk_decode_expect(rfk_mbarrier &parts, uint32_t n_floats) {
+    if (threadIdx.x == 0) {
+        rfk_mbarrier_init(&parts, 1);
+        rfk_mbarrier_expect(&parts, n_floats * (uint32_t)sizeof(float));
+    }
+    rfk_arrive_at_cluster();
+}
+
 /* grid [columns, splits, rows], or [columns, splits of all rows]   columns: KV heads, or parts of their groups
- * block 256   LDS up to 27 KiB   cluster [1, up to RFK_CLUSTER, 1]
+ * block 256   LDS up to 27 KiB, in a cluster 33 more   cluster [1, up to RFK_CLUSTER, 1]
  * Reads each key and value once for all queries of a column. Blocks without positions or queries return. */
 template <int WAVE, class KV, int G, int PER>
 static __global__ void RFK_RESIDENT(RFK_BLOCK, 2) rfk_decode_attention(rfk_decode_attention_args a) {
@@ -12107,6 +12133,7 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, 2) rfk_decode_attention(rfk_decod
     typedef rfk_decode_shape<KV, G, PER> S;
     typedef rfk_decode_shared<G, PER> shared;
     RFK_SHARED(shared, s);
+    RFK_DYNAMIC(float4, parts); /* of a cluster's splits */
     const uint32_t pass = S::T * S::SLOTS;
     /* written before the previous kernel began: the step's rows, angles, keys and values of older positions */
     rfk_decode_share share = rfk_decode_share_of(s.share, 0);
@@ -12148,6 +12175,8 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, 2) rfk_decode_attention(rfk_decod
         }
     }
     if (threadIdx.x == 0) s.n_splits = n_splits;
+    if (RFK_HAS_CLUSTERS && a.is_cluster && n_splits > 1)
+        rfk_decode_expect(s.parts, rfk_decode_heads_of(a).n * n_splits * (a.head_dim + 4));
     rfk_decode_norms<G, PER>(s, a);
     if (!a.is_stored) rfk_wait_previous();
     rfk_decode_queries<WAVE, G, PER>(s, a, share.row, owns_key, pairs);
@@ -12159,19 +12188,41 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, 2) rfk_decode_attention(rfk_decod
     for (uint32_t first = begin; first < end; first += pass)
         rfk_decode_positions<WAVE, KV, G, PER>(s, a, in, first + slot, work);
     const rfk_decode_share done = rfk_decode_share_of(s.share, a.n_shared); /* once more: registers are few */
-    const rfk_decode_output out = rfk_decode_output_of(a, done, s.x[0]);
+    const rfk_decode_output out = rfk_decode_output_of(a, done, reinterpret_cast<float *>(parts), &s.parts);
+    if (out.parts && s.n_splits > 1) rfk_wait_for_cluster(); /* all have begun */
     rfk_decode_join<WAVE, KV, G, PER>(s, out, done.split, work);
     if (s.n_splits == 1) return;
-    if (out.is_cluster) {
-        rfk_arrive_at_cluster();
-        rfk_wait_for_cluster();
-        if (done.split == 0) rfk_decode_join_near<WAVE>(out, s.n_splits, PER * 2);
-        else rfk_arrive_at_cluster();
-        rfk_wait_for_cluster(); /* shared memory that is read stays */
+    if (out.parts) {
+        if (done.split) return;
+        rfk_mbarrier_wait(out.parts, 0);
+        rfk_decode_join_near<WAVE>(out, s.n_splits, PER * 2);
     } else if (rfk_decode_last<G, PER>(s, a, done.row)) {
         if (s.n_splits <= RFK_CLUSTER) rfk_decode_join_near<WAVE>(out, s.n_splits, PER * 2);
         else rfk_decode_join_splits<WAVE>(s.join, out, s.n_splits, G, PER * 2);
     }
+}
+
+/* Instances cost time to compile: few queries take those of more, above all with rare types of the cache, and a single
+ * one has its own only where clusters are. */
+template <int WAVE, class KV, int PER>
+static void (*rfk_decode_attention_of(uint32_t queries))(rfk_decode_attention_args) {
+    const bool half = sizeof(KV) == 2;
+    if (queries == 1) return rfk_decode_attention<WAVE, KV, half ? 2 - RFK_HAS_CLUSTERS : RFK_DECODE_GROUP, PER>;
+    if (queries == 2) return rfk_decode_attention<WAVE, KV, half ? 2 : RFK_DECODE_GROUP, PER>;
+    return rfk_decode_attention<WAVE, KV, RFK_DECODE_GROUP, PER>;
+}
+template <int WAVE, class KV>
+static void (*rfk_decode_attention_by(uint32_t head_dim, uint32_t queries))(rfk_decode_attention_args) {
+    if (head_dim <= 64) return rfk_decode_attention_of<WAVE, KV, sizeof(KV) == 4 ? 16 : 8>(queries);
+    if (head_dim <= 128) return rfk_decode_attention_of<WAVE, KV, 16>(queries);
+    return rfk_decode_attention_of<WAVE, KV, 32>(queries);
+}
+template <int WAVE>
+static void (*rfk_find_decode_attention(uint32_t cache_type, uint32_t head_dim,
+                                        uint32_t queries))(rfk_decode_attention_args) {
+    if (cache_type == RF_CACHE_F32) return rfk_decode_attention_by<WAVE, float>(head_dim, queries);
+    if (cache_type == RF_CACHE_Q8_0) return rfk_decode_attention_by<WAVE, rfk_q8>(head_dim, queries);
+    return rfk_decode_attention_by<WAVE, uint16_t>(head_dim, queries);
 }
 
 /* ==== 6 Device ========================================================================================== >>device
@@ -13176,24 +13227,58 @@ template <class KV> static rfk_flash_kernel rfk_find_flash(const rf_dev *d, uint
 }
 
 #if defined(RFK_NVIDIA)
-/* Let the kernels on wgmma have as much shared memory as they ask for.   Returns 0 if one may not. */
+/* Let launches of a kernel ask for so much shared memory: without it 48 KiB.   Returns whether they may. */
+static bool rfk_allow_memory(const void *kernel, size_t n_bytes) {
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)n_bytes) == cudaSuccess;
+}
+/* The same for the kernels on wgmma.   Returns 0 if one may not. */
 static int rfk_allow_wgmma_memory(void) {
     for (uint32_t type = 0; type < RF_TYPE_COUNT; type++) {
         const struct {
             const void *kernel;
-            int bytes;
-        } list[] = {{(const void *)rfk_find_wgmma(type), (int)RFK_WGMMA_BYTES},
-                    {(const void *)rfk_find_wide(type), (int)RFK_WIDE_BYTES},
-                    {(const void *)rfk_find_narrow(type, 1), (int)RFK_NARROW_BYTES},
-                    {(const void *)rfk_find_narrow(type, RFK_NARROW_COLS), (int)RFK_NARROW_BYTES}};
+            uint32_t n_bytes;
+        } list[] = {{(const void *)rfk_find_wgmma(type), RFK_WGMMA_BYTES},
+                    {(const void *)rfk_find_wide(type), RFK_WIDE_BYTES},
+                    {(const void *)rfk_find_narrow(type, 1), RFK_NARROW_BYTES},
+                    {(const void *)rfk_find_narrow(type, RFK_NARROW_COLS), RFK_NARROW_BYTES}};
         for (int i = 0; i < 4; i++)
-            if (list[i].kernel && cudaFuncSetAttribute(list[i].kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                       list[i].bytes) != cudaSuccess)
-                return 0;
+            if (list[i].kernel && !rfk_allow_memory(list[i].kernel, list[i].n_bytes)) return 0;
         if (list[0].kernel) /* for two blocks a multiprocessor */
             (void)cudaFuncSetAttribute(list[0].kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
     }
-    return 1;
+    return rfk_allow_memory((const void *)rfk_flash_wgmma, RFK_FLASH_WGMMA_BYTES);
+}
+/* Find out what the device's code can: of kernels that may not have their memory, others take the place. */
+static void rfk_allow_kernels(rf_dev *d) {
+    rfk_scope scope(d->index); /* attributes belong to the current device */
+    cudaFuncAttributes kernel;
+    int value = 0;
+    memset(&kernel, 0, sizeof kernel);
+    const void *rows[4] = {
+        (const void *)rfk_fused_matvec<32, 1, false>, (const void *)rfk_pairs_matvec<RFK_PAIRS_Q4_K_M>,
+        (const void *)rfk_pairs_matvec<RFK_PAIRS_FUSED>, (const void *)rfk_pairs_matvec<RFK_PAIRS_OTHER>};
+    /* griddepcontrol is in code for sm_90 and later */
+    d->early = cudaFuncGetAttributes(&kernel, rows[0]) == cudaSuccess && kernel.ptxVersion >= 90;
+    d->clusters =
+        d->early && cudaDeviceGetAttribute(&value, cudaDevAttrClusterLaunch, d->index) == cudaSuccess && value;
+    for (int i = 0; i < 4; i++) (void)rfk_allow_memory(rows[i], RFK_MAX_COLUMN / 64 * 96 + RFK_MAX_GRID);
+    if (d->direct == 16 && !rfk_allow_memory((const void *)rfk_few_direct<16>, sizeof(rfk_direct_shared<16>)))
+        d->direct = 8;
+    if (!rfk_allow_memory((const void *)rfk_few_direct<8>, sizeof(rfk_direct_shared<8>)) ||
+        !rfk_allow_memory((const void *)rfk_few_direct<4>, sizeof(rfk_direct_shared<4>)))
+        d->direct = 0;
+    for (int i = 0; i < 2; i++)
+        (void)rfk_allow_memory((const void *)rfk_find_rows<32>(i != 0), d->shared_bytes - 1024);
+    for (uint32_t i = 0; i < 9; i++) /* types of caches, by queries of a column */
+        (void)rfk_allow_memory((const void *)rfk_find_decode_attention<32>(i / 3, RFK_MAX_HEAD, 1u << i % 3),
+                               RFK_CLUSTER * RFK_DECODE_PARTS(RFK_DECODE_GROUP, RFK_MAX_HEAD));
+    const rfk_flash_kernel flash[] = {rfk_find_flash<uint16_t>(d, 256), rfk_find_flash<uint16_t>(d, RFK_FLASH_HEAD),
+                                      rfk_find_flash<rfk_q8>(d, 256), rfk_find_flash<rfk_q8>(d, RFK_FLASH_HEAD)};
+    for (int i = 0; i < 4; i++)
+        if (flash[i].shared_bytes <= d->shared_bytes)
+            (void)rfk_allow_memory((const void *)flash[i].run, flash[i].shared_bytes);
+    if (d->wgmma) d->wgmma = rfk_allow_wgmma_memory();
+    (void)cudaGetLastError();
 }
 #endif
 
@@ -13233,45 +13318,7 @@ static rf_result rfk_device_open(uint32_t index, const rf_device_desc *desc, rf_
     d->early = d->clusters = d->wave == 32; /* the others have no early launches, and join by tickets */
 #endif
 #if defined(RFK_NVIDIA)
-    cudaFuncAttributes kernel;
-    int value = 0;
-    memset(&kernel, 0, sizeof kernel);
-    if (r == RF_OK) { /* griddepcontrol is in code for sm_90 and later; long columns need more than 48 KiB of LDS */
-        rfk_scope scope(d->index); /* attributes belong to the current device */
-        const void *rows[4] = {(const void *)rfk_fused_matvec<32, 1, false>,
-                               (const void *)rfk_pairs_matvec<RFK_PAIRS_Q4_K_M>,
-                               (const void *)rfk_pairs_matvec<RFK_PAIRS_FUSED>,
-                               (const void *)rfk_pairs_matvec<RFK_PAIRS_OTHER>};
-        d->early = cudaFuncGetAttributes(&kernel, rows[0]) == cudaSuccess && kernel.ptxVersion >= 90;
-        d->clusters = d->early && cudaDeviceGetAttribute(&value, cudaDevAttrClusterLaunch, d->index) == cudaSuccess &&
-                      value;
-        for (int i = 0; i < 4; i++)
-            (void)cudaFuncSetAttribute(rows[i], cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                       RFK_MAX_COLUMN / 64 * 96 + RFK_MAX_GRID);
-        if (d->direct == 16 &&
-            cudaFuncSetAttribute((const void *)rfk_few_direct<16>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 sizeof(rfk_direct_shared<16>)) != cudaSuccess)
-            d->direct = 8;
-        if (cudaFuncSetAttribute((const void *)rfk_few_direct<8>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 sizeof(rfk_direct_shared<8>)) != cudaSuccess ||
-            cudaFuncSetAttribute((const void *)rfk_few_direct<4>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 sizeof(rfk_direct_shared<4>)) != cudaSuccess)
-            d->direct = 0;
-        for (int i = 0; i < 2; i++)
-            (void)cudaFuncSetAttribute((const void *)rfk_find_rows<32>(i != 0),
-                                       cudaFuncAttributeMaxDynamicSharedMemorySize, (int)d->shared_bytes - 1024);
-        if (d->wgmma) d->wgmma = rfk_allow_wgmma_memory();
-        const rfk_flash_kernel flash[] = {rfk_find_flash<uint16_t>(d, 256), rfk_find_flash<uint16_t>(d, RFK_FLASH_HEAD),
-                                          rfk_find_flash<rfk_q8>(d, 256), rfk_find_flash<rfk_q8>(d, RFK_FLASH_HEAD)};
-        for (int i = 0; i < 4; i++)
-            if (flash[i].shared_bytes <= d->shared_bytes)
-                (void)cudaFuncSetAttribute((const void *)flash[i].run, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           (int)flash[i].shared_bytes);
-        if (cudaFuncSetAttribute((const void *)rfk_flash_wgmma, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 RFK_FLASH_WGMMA_BYTES) != cudaSuccess)
-            d->wgmma = 0;
-        (void)cudaGetLastError();
-    }
+    if (r == RF_OK) rfk_allow_kernels(d);
 #endif
     if (r != RF_OK) rfk_device_close(d);
     else *out = d;
@@ -16324,21 +16371,6 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     return rfk_enqueue_config(l, kernel, c, a);
 }
 
-/* Instances cost time to compile: few queries take those of more, above all with rare types of the cache, and a single
- * one has its own only where clusters are. */
-template <int WAVE, class KV, int PER>
-static void (*rfk_decode_attention_of(uint32_t queries))(rfk_decode_attention_args) {
-    const bool half = sizeof(KV) == 2;
-    if (queries == 1) return rfk_decode_attention<WAVE, KV, half ? 2 - RFK_HAS_CLUSTERS : RFK_DECODE_GROUP, PER>;
-    if (queries == 2) return rfk_decode_attention<WAVE, KV, half ? 2 : RFK_DECODE_GROUP, PER>;
-    return rfk_decode_attention<WAVE, KV, RFK_DECODE_GROUP, PER>;
-}
-template <int WAVE, class KV>
-static void (*rfk_decode_attention_by(uint32_t head_dim, uint32_t queries))(rfk_decode_attention_args) {
-    if (head_dim <= 64) return rfk_decode_attention_of<WAVE, KV, sizeof(KV) == 4 ? 16 : 8>(queries);
-    if (head_dim <= 128) return rfk_decode_attention_of<WAVE, KV, 16>(queries);
-    return rfk_decode_attention_of<WAVE, KV, 32>(queries);
-}
 /* Positions that a block takes at a time: T * SLOTS of the kernel that rfk_decode_attention_by chooses. */
 static uint32_t rfk_decode_pass(uint32_t cache_type, uint32_t head_dim) {
     const uint32_t lanes = head_dim > 128 ? 32 : head_dim > 64 || cache_type == RF_CACHE_F32 ? 16 : 8;
@@ -16355,14 +16387,6 @@ static void (*rfk_find_decode_keys(uint32_t cache_type, const rf_op *op))(rfk_de
     if (cache_type == RF_CACHE_F32) return rfk_decode_keys_of<WAVE, float>(op);
     return cache_type == RF_CACHE_Q8_0 ? rfk_decode_keys_of<WAVE, rfk_q8>(op) : rfk_decode_keys_of<WAVE, uint16_t>(op);
 }
-template <int WAVE>
-static void (*rfk_find_decode_attention(uint32_t cache_type, uint32_t head_dim,
-                                        uint32_t queries))(rfk_decode_attention_args) {
-    if (cache_type == RF_CACHE_F32) return rfk_decode_attention_by<WAVE, float>(head_dim, queries);
-    if (cache_type == RF_CACHE_Q8_0) return rfk_decode_attention_by<WAVE, rfk_q8>(head_dim, queries);
-    return rfk_decode_attention_by<WAVE, uint16_t>(head_dim, queries);
-}
-
 /* Whether each row of the step sees so few positions that its splits are a cluster. */
 static bool rfk_is_near(const rf_prepared *p, uint32_t window) {
     return p->dev->clusters && (p->positions <= RFK_DECODE_NEAR || (window && window <= RFK_DECODE_NEAR));
@@ -16462,7 +16486,7 @@ static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) 
     a.per_column = rfk_decode_queries_of(p, att, a.is_cluster ? c.grid.x * c.grid.y * c.grid.z : 0);
     a.columns_log2 = rfk_decode_columns_log2(att, a.per_column);
     c.grid.x <<= a.columns_log2;
-    if (a.is_cluster) c.cluster = c.grid.y;
+    if (a.is_cluster) c.cluster = c.grid.y, c.shared_bytes = c.grid.y * RFK_DECODE_PARTS(a.per_column, att->head_dim);
     void (*kernel)(rfk_decode_attention_args) =
         RFK_BY_WAVE(l, rfk_find_decode_attention<32>(p->cache_type, att->head_dim, a.per_column),
                     rfk_find_decode_attention<64>(p->cache_type, att->head_dim, a.per_column));

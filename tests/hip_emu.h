@@ -538,16 +538,16 @@ HIP_EMU_UNCHECKED static inline void hip_emu_wait_for_cluster() {
 }
 
 /* Where block `rank` of the cluster has what is at p in this block's shared memory. */
-static const void *hip_emu_of_cluster(const void *p, unsigned rank) {
+static void *hip_emu_of_cluster(void *p, unsigned rank) {
     const hip_emu_machine *m = hip_emu_here,
                           *of = m->cluster && rank < m->cluster->blocks.size() ? m->cluster->blocks[rank] : nullptr;
     if (!of) hip_emu_die("shared memory of a block that has left, or is not there");
-    const char *at = static_cast<const char *>(p);
+    char *at = static_cast<char *>(p);
     for (size_t i = 0; i < m->shared.size(); i++) {
-        const char *own = static_cast<const char *>(m->shared[i].memory);
+        char *own = static_cast<char *>(m->shared[i].memory);
         if (at < own || at >= own + m->shared[i].size_bytes) continue;
         for (size_t k = 0; k < of->shared.size(); k++)
-            if (of->shared[k].key == m->shared[i].key) return static_cast<const char *>(of->shared[k].memory) + (at - own);
+            if (of->shared[k].key == m->shared[i].key) return static_cast<char *>(of->shared[k].memory) + (at - own);
     }
     hip_emu_die("shared memory that the other block of the cluster does not have");
     return nullptr;
@@ -872,8 +872,21 @@ static inline void hip_emu_gate_copy(hip_emu_gate *g, void *to, const void *from
     g->bytes -= bytes;
     hip_emu_gate_pass(g);
 }
+/* st.async: to block `rank` of the cluster. */
+static inline void hip_emu_gate_send(hip_emu_gate *g, unsigned rank, void *to, const void *from, unsigned bytes) {
+    if (reinterpret_cast<uintptr_t>(to) % bytes) hip_emu_die("a store to another block that is not aligned");
+    g = static_cast<hip_emu_gate *>(hip_emu_of_cluster(g, rank));
+    memcpy(hip_emu_of_cluster(to, rank), from, bytes);
+    g->bytes -= bytes;
+    hip_emu_gate_pass(g);
+    hip_emu_all_arrivals++;
+}
+/* In a cluster, other blocks may send: they run when all threads of this one wait. */
 HIP_EMU_UNCHECKED static inline void hip_emu_gate_wait(hip_emu_gate *g, unsigned parity) {
-    while ((g->phase & 1) == parity) hip_emu_yield();
+    hip_emu_machine *m = hip_emu_here;
+    while ((g->phase & 1) == parity)
+        if (!m->cluster || m->idle <= m->n_threads) hip_emu_yield();
+        else if (m->idle = 0, !hip_emu_wait()) hip_emu_die("deadlock: a block waits for what no other of its cluster sends");
 }
 
 /* ---- the runtime ---- */
