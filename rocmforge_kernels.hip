@@ -651,6 +651,9 @@ RFK_DEVICE void rfk_nibbles(const int4 &v, int *q) {
 }
 
 RFK_DEVICE void rfk_words(const int4 &v, int *w) { w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w; }
+RFK_DEVICE uint32_t rfk_word(const int4 &v, uint32_t i) {
+    return (uint32_t)(i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w);
+}
 
 /* Four signed bytes q - offset; q < 128. */
 RFK_DEVICE int rfk_subtract4(int q, int offset) {
@@ -3705,44 +3708,93 @@ static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_matvec(rfk_matmul
     }
 }
 
-/* The same with weights of floats. */
+/* Eight adjacent weights of floats, as stored. */
+template <int TYPE> struct rfk_eight_floats {
+    int4 v[TYPE == RF_TYPE_F32 ? 2 : 1];
+    __device__ __forceinline__ void load(const uint8_t *w, size_t i) {
+        RFK_UNROLL(2)
+        for (uint32_t k = 0; k < sizeof v / sizeof v[0]; k++)
+            v[k] = rfk_load_once<int4>(w + i * (TYPE == RF_TYPE_F32 ? 4 : 2) + 16 * k);
+    }
+    __device__ __forceinline__ void values(float *x) const {
+        RFK_UNROLL(8)
+        for (uint32_t i = 0; i < 8; i++) {
+            const uint32_t word = TYPE == RF_TYPE_F32 ? rfk_word(v[i / 4 % (sizeof v / sizeof v[0])], i % 4)
+                                                      : rfk_word(v[0], i / 2),
+                           half = i % 2 ? word >> 16 : word & 0xffff;
+            x[i] = TYPE == RF_TYPE_F32   ? rfk_as_float(word)
+                   : TYPE == RF_TYPE_F16 ? rfk_from_half((uint16_t)half)
+                                         : rfk_as_float(half << 16);
+        }
+    }
+};
+/* The same with weights of floats. A wave has several rows, which share what it reads of the columns; a lane's next
+ * weights are on their way, the first before x may be read. 8B F16 on an H200: 213 -> 247 tok/s.
+ *   grid ceil(n_out / (4 * RFK_FLOAT_ROWS)) * ceil(cols / COLS)   blocks of the same rows are adjacent: W is read once,
+ * for further columns from L2 */
+#define RFK_FLOAT_ROWS(COLS) ((COLS) == 1 ? 2u : 4u) /* of a wave */
 template <int TYPE, int WAVE, int COLS>
 static __global__ void RFK_THREADS(RFK_MATVEC_WAVES *WAVE) rfk_matvec_float(rfk_matmul_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
-    uint32_t number = blockIdx.x;
+    const uint32_t rows = RFK_FLOAT_ROWS(COLS), ahead = 4 / rows, lane = threadIdx.x % WAVE,
+                   n_parts = (a.n_cols + COLS - 1) / COLS, col0 = blockIdx.x % n_parts * COLS;
+    uint32_t number = blockIdx.x / n_parts;
     const rfk_product p = rfk_pick(a, &number);
-    uint32_t lane = threadIdx.x % WAVE, col0 = blockIdx.y * COLS;
-    uint32_t row = number * RFK_MATVEC_WAVES + threadIdx.x / WAVE;
-    if (row >= p.n_out) return;
-    size_t first = (size_t)(p.row0 + row) * a.n_in;
-    const float *x[COLS];
-    float sum[COLS];
-    for (int c = 0; c < COLS; c++) {
-        uint32_t col = col0 + (uint32_t)c;
-        x[c] = a.x + (size_t)(col < a.n_cols ? col : a.n_cols - 1) * a.x_stride;
-        sum[c] = 0;
+    const uint32_t row0 = (number * RFK_MATVEC_WAVES + threadIdx.x / WAVE) * rows;
+    if (row0 >= p.n_out) return;
+    size_t first[rows];
+    float sum[rows][COLS];
+    rfk_eight_floats<TYPE> raw[ahead][rows];
+    RFK_UNROLL(4)
+    for (uint32_t r = 0; r < rows; r++) { /* rows and columns beyond the last repeat it */
+        first[r] = (size_t)(p.row0 + (row0 + r < p.n_out ? row0 + r : p.n_out - 1)) * a.n_in;
+        for (uint32_t c = 0; c < COLS; c++) sum[r][c] = 0;
+        RFK_UNROLL(4)
+        for (uint32_t k = 0; k < ahead; k++)
+            if (a.aligned && (lane + k * WAVE) * 8 < a.n_in)
+                raw[k][r].load(p.w.plane[0], first[r] + (lane + k * WAVE) * 8);
     }
-    if (a.aligned) {
-        RFK_UNROLL(2)
-        for (uint32_t i = lane * 8; i < a.n_in; i += WAVE * 8) {
-            float w[8], v[8];
-            rfk_load8<TYPE>(p.w.plane[0], first + i, w);
+    rfk_wait_previous();
+    RFK_UNROLL(1)
+    for (uint32_t from = lane * 8; a.aligned && from < a.n_in; from += ahead * WAVE * 8) {
+        RFK_UNROLL(4)
+        for (uint32_t k = 0; k < ahead; k++) {
+            const uint32_t i = from + k * WAVE * 8, next = i + ahead * WAVE * 8;
+            if (i >= a.n_in) break;
+            float w[rows][8], v[8];
+            RFK_UNROLL(4)
+            for (uint32_t r = 0; r < rows; r++) {
+                raw[k][r].values(w[r]);
+                if (next < a.n_in) raw[k][r].load(p.w.plane[0], first[r] + next);
+            }
             RFK_UNROLL(COLS)
-            for (int c = 0; c < COLS; c++) {
-                rfk_load8<RF_TYPE_F32>(reinterpret_cast<const uint8_t *>(x[c]), i, v);
-                RFK_UNROLL(8)
-                for (int k = 0; k < 8; k++) sum[c] = rfk_fma(w[k], v[k], sum[c]);
+            for (uint32_t c = 0; c < COLS; c++) {
+                const uint32_t col = col0 + c < a.n_cols ? col0 + c : a.n_cols - 1;
+                rfk_load8<RF_TYPE_F32>(reinterpret_cast<const uint8_t *>(a.x + (size_t)col * a.x_stride), i, v);
+                RFK_UNROLL(4)
+                for (uint32_t r = 0; r < rows; r++) {
+                    RFK_UNROLL(8)
+                    for (uint32_t e = 0; e < 8; e++) sum[r][c] = rfk_fma(w[r][e], v[e], sum[r][c]);
+                }
             }
         }
-    } else {
-        for (uint32_t i = lane; i < a.n_in; i += WAVE)
-            for (int c = 0; c < COLS; c++)
-                sum[c] = rfk_fma(rfk_load1<TYPE>(p.w.plane[0], first + i), x[c][i], sum[c]);
     }
-    RFK_UNROLL(COLS)
-    for (int c = 0; c < COLS; c++) {
-        float total = rfk_wave_sum<WAVE>(sum[c]);
-        if (lane == 0 && col0 + (uint32_t)c < a.n_cols) rfk_put(p, row, col0 + (uint32_t)c, total);
+    for (uint32_t i = lane; !a.aligned && i < a.n_in; i += WAVE) {
+        RFK_UNROLL(COLS)
+        for (uint32_t c = 0; c < COLS; c++) {
+            const float x = a.x[(size_t)(col0 + c < a.n_cols ? col0 + c : a.n_cols - 1) * a.x_stride + i];
+            RFK_UNROLL(4)
+            for (uint32_t r = 0; r < rows; r++)
+                sum[r][c] = rfk_fma(rfk_load1<TYPE>(p.w.plane[0], first[r] + i), x, sum[r][c]);
+        }
+    }
+    RFK_UNROLL(4)
+    for (uint32_t r = 0; r < rows; r++) {
+        RFK_UNROLL(COLS)
+        for (uint32_t c = 0; c < COLS; c++) {
+            const float total = rfk_wave_sum<WAVE>(sum[r][c]);
+            if (lane == 0 && col0 + c < a.n_cols && row0 + r < p.n_out) rfk_put(p, row0 + r, col0 + c, total);
+        }
     }
 }
 
@@ -15394,11 +15446,15 @@ static rf_result rfk_run_matmul(rfk_launching *l) {
     if (tiles && type == RF_TYPE_F32 && l->p->dev->units_bf16 && a.n_in % RFK_16BIT_DEPTH == 0 && a.aligned)
         return rfk_run_matmul_split(l, &a);
     if (tiles) return rfk_run_matmul_float(l, &a);
-    uint32_t blocks = rfk_make_products(l, &a, RFK_MATVEC_WAVES), threads = RFK_MATVEC_WAVES * l->p->dev->wave;
+    const bool floats = rfk_is_float_type(type);
+    const uint32_t threads = RFK_MATVEC_WAVES * l->p->dev->wave, n_parts = rfk_ceil_div(a.n_cols, 4),
+                   rows = !floats ? 1 : a.n_cols == 1 ? RFK_FLOAT_ROWS(1) : RFK_FLOAT_ROWS(4),
+                   blocks = rfk_make_products(l, &a, rows * RFK_MATVEC_WAVES);
     rfk_matmul_kernel one = RFK_BY_WAVE(l, (rfk_find_matvec<32, 1>(type)), (rfk_find_matvec<64, 1>(type)));
     rfk_matmul_kernel four = RFK_BY_WAVE(l, (rfk_find_matvec<32, 4>(type)), (rfk_find_matvec<64, 4>(type)));
-    if (a.n_cols == 1) return rfk_enqueue(l, one, dim3(blocks), threads, a);
-    return rfk_enqueue(l, four, dim3(blocks, rfk_ceil_div(a.n_cols, 4)), threads, a);
+    rfk_matmul_kernel kernel = a.n_cols == 1 ? one : four;
+    return floats ? rfk_enqueue_early(l, kernel, dim3(blocks * n_parts), threads, a)
+                  : rfk_enqueue(l, kernel, dim3(blocks, n_parts), threads, a);
 }
 
 static rf_result rfk_run_rope(const rfk_launching *l) {
