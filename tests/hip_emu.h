@@ -866,19 +866,22 @@ static inline void hip_emu_gate_arrive(hip_emu_gate *g, unsigned bytes) {
     g->left--, g->bytes += bytes;
     hip_emu_gate_pass(g);
 }
+static inline void hip_emu_gate_bytes(hip_emu_gate *g, unsigned bytes) {
+    if (g->bytes < bytes) hip_emu_die("an mbarrier gets more bytes than it was told of");
+    g->bytes -= bytes;
+    hip_emu_gate_pass(g);
+}
 static inline void hip_emu_gate_copy(hip_emu_gate *g, void *to, const void *from, unsigned bytes) {
     if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes) % 16) hip_emu_die("a bulk copy that is not aligned");
     memcpy(to, from, bytes);
-    g->bytes -= bytes;
-    hip_emu_gate_pass(g);
+    hip_emu_gate_bytes(g, bytes);
 }
 /* st.async: to block `rank` of the cluster. */
 static inline void hip_emu_gate_send(hip_emu_gate *g, unsigned rank, void *to, const void *from, unsigned bytes) {
     if (reinterpret_cast<uintptr_t>(to) % bytes) hip_emu_die("a store to another block that is not aligned");
     g = static_cast<hip_emu_gate *>(hip_emu_of_cluster(g, rank));
     memcpy(hip_emu_of_cluster(to, rank), from, bytes);
-    g->bytes -= bytes;
-    hip_emu_gate_pass(g);
+    hip_emu_gate_bytes(g, bytes);
     hip_emu_all_arrivals++;
 }
 /* In a cluster, other blocks may send: they run when all threads of this one wait. */
