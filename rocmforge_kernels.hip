@@ -481,7 +481,8 @@ RFK_DEVICE void rfk_mbarrier_wait(rfk_mbarrier *g, uint32_t n) {
     asm volatile("{.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;\n}"
                  ::"r"(rfk_shared_address(g)), "r"(n & 1) : "memory");
 }
-/* The barrier of a cluster's threads, which all come: behind it they have begun, and made their mbarriers. */
+/* The barrier of a cluster: after the wait all its blocks have begun, and their mbarriers are there. All threads call
+ * both. */
 RFK_DEVICE void rfk_arrive_at_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 RFK_DEVICE void rfk_wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 /* Store v to `to` in the shared memory of block `rank` of the cluster, whose mbarrier at g counts the bytes. That block
@@ -651,9 +652,6 @@ RFK_DEVICE void rfk_nibbles(const int4 &v, int *q) {
 }
 
 RFK_DEVICE void rfk_words(const int4 &v, int *w) { w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w; }
-RFK_DEVICE uint32_t rfk_word(const int4 &v, uint32_t i) {
-    return (uint32_t)(i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w);
-}
 
 /* Four signed bytes q - offset; q < 128. */
 RFK_DEVICE int rfk_subtract4(int q, int offset) {
@@ -1464,14 +1462,8 @@ RFK_DEVICE float rfk_load_any(const uint8_t *p, uint32_t type, size_t i) {
     return type == RF_TYPE_F16 ? rfk_from_half(v) : rfk_as_float((uint32_t)v << 16);
 }
 
-template <int TYPE> RFK_DEVICE void rfk_load8(const uint8_t *p, size_t i, float *v) {
-    if (TYPE == RF_TYPE_F32) {
-        const float4 *f = reinterpret_cast<const float4 *>(p + 4 * i);
-        float4 a = f[0], b = f[1];
-        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
-        return;
-    }
-    int4 a = rfk_load16(p + 2 * i);
+/* The eight values of 16 bytes of F16 or BF16. */
+template <int TYPE> RFK_DEVICE void rfk_eight_of_16bit(const int4 &a, float *v) {
     const uint32_t words[4] = {(uint32_t)a.x, (uint32_t)a.y, (uint32_t)a.z, (uint32_t)a.w};
     RFK_UNROLL(4)
     for (int k = 0; k < 4; k++) {
@@ -1479,6 +1471,15 @@ template <int TYPE> RFK_DEVICE void rfk_load8(const uint8_t *p, size_t i, float 
         v[2 * k + 1] =
             TYPE == RF_TYPE_F16 ? rfk_from_half((uint16_t)(words[k] >> 16)) : rfk_as_float(words[k] & 0xffff0000u);
     }
+}
+template <int TYPE> RFK_DEVICE void rfk_load8(const uint8_t *p, size_t i, float *v) {
+    if (TYPE == RF_TYPE_F32) {
+        const float4 *f = reinterpret_cast<const float4 *>(p + 4 * i);
+        float4 a = f[0], b = f[1];
+        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+        return;
+    }
+    rfk_eight_of_16bit<TYPE>(rfk_load16(p + 2 * i), v);
 }
 
 /* Byte `at` of a plane in which units of 32 values have `bits` bits of each: bits / 4 words, whose byte k has bits of
@@ -3717,14 +3718,12 @@ template <int TYPE> struct rfk_eight_floats {
             v[k] = rfk_load_once<int4>(w + i * (TYPE == RF_TYPE_F32 ? 4 : 2) + 16 * k);
     }
     __device__ __forceinline__ void values(float *x) const {
-        RFK_UNROLL(8)
-        for (uint32_t i = 0; i < 8; i++) {
-            const uint32_t word = TYPE == RF_TYPE_F32 ? rfk_word(v[i / 4 % (sizeof v / sizeof v[0])], i % 4)
-                                                      : rfk_word(v[0], i / 2),
-                           half = i % 2 ? word >> 16 : word & 0xffff;
-            x[i] = TYPE == RF_TYPE_F32   ? rfk_as_float(word)
-                   : TYPE == RF_TYPE_F16 ? rfk_from_half((uint16_t)half)
-                                         : rfk_as_float(half << 16);
+        if (TYPE != RF_TYPE_F32) return rfk_eight_of_16bit<TYPE>(v[0], x);
+        RFK_UNROLL(2)
+        for (uint32_t k = 0; k < sizeof v / sizeof v[0]; k++) {
+            int words[4];
+            rfk_words(v[k], words);
+            for (uint32_t i = 0; i < 4; i++) x[4 * k + i] = rfk_as_float((uint32_t)words[i]);
         }
     }
 };
@@ -11806,7 +11805,7 @@ RFK_CALLED void rfk_decode_out(rfk_decode_output to, uint32_t query, uint32_t c,
 RFK_DEVICE float *rfk_decode_part(const rfk_decode_output &to, uint32_t y) {
     return to.part + (size_t)y * to.group * (to.head_dim + 4);
 }
-/* Store v there. */
+/* Store four values of a part. */
 RFK_DEVICE void rfk_decode_leave(const rfk_decode_output &to, float *at, float4 v) {
     if (to.parts) rfk_send(0, at, v, to.parts);
     else *reinterpret_cast<float4 *>(at) = v;
@@ -13300,7 +13299,8 @@ static int rfk_allow_wgmma_memory(void) {
     }
     return rfk_allow_memory((const void *)rfk_flash_wgmma, RFK_FLASH_WGMMA_BYTES);
 }
-/* Find out what the device's code can: of kernels that may not have their memory, others take the place. */
+/* What the device's kernels may do: early launches, clusters, shared memory beyond 48 KiB. Those that do not get theirs
+ * are not used. */
 static void rfk_allow_kernels(rf_dev *d) {
     rfk_scope scope(d->index); /* attributes belong to the current device */
     cudaFuncAttributes kernel;

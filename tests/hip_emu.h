@@ -887,9 +887,14 @@ static inline void hip_emu_gate_send(hip_emu_gate *g, unsigned rank, void *to, c
 /* In a cluster, other blocks may send: they run when all threads of this one wait. */
 HIP_EMU_UNCHECKED static inline void hip_emu_gate_wait(hip_emu_gate *g, unsigned parity) {
     hip_emu_machine *m = hip_emu_here;
-    while ((g->phase & 1) == parity)
-        if (!m->cluster || m->idle <= m->n_threads) hip_emu_yield();
-        else if (m->idle = 0, !hip_emu_wait()) hip_emu_die("deadlock: a block waits for what no other of its cluster sends");
+    while ((g->phase & 1) == parity) {
+        if (!m->cluster || m->idle <= m->n_threads) {
+            hip_emu_yield();
+            continue;
+        }
+        m->idle = 0;
+        if (!hip_emu_wait()) hip_emu_die("deadlock: a block waits for what no other of its cluster sends");
+    }
 }
 
 /* ---- the runtime ---- */
