@@ -876,6 +876,64 @@ RFK_DEVICE uint32_t rfk_in_register(uint32_t constant) {
 }
 #endif
 
+/* Codebooks in halves, so that nibbles are selectors as they are: `first` for codes 0 to 7, `second` for codes 8 to 15,
+ * whose selectors have the upper bit inverted. For a code of the other half a look-up gives the sign of an entry, 0 or
+ * -1: the entries are such that both look-ups add up to the code's value. IS: TYPE has such halves here; LANES: from a
+ * byte's low nibble to its high one are four times as many values. */
+template <int TYPE> struct rfk_split_codes {
+    static const bool IS = false;
+    static const uint32_t LANES = 0;
+    RFK_DEVICE rfk_codebook codes() { return {{0, 0, 0, 0}}; }
+};
+#if defined(RFK_HAS_PERMUTE)
+struct rfk_split_iq4 {
+    static const bool IS = true;
+    static const uint32_t LANES = 4;
+    RFK_DEVICE rfk_codebook codes() { /* the first eight are negative: the others one larger */
+        rfk_codebook c = rfk_codes_iq4();
+        c.word[2] += 0x01010101u, c.word[3] += 0x01010101u;
+        return c;
+    }
+};
+template <uint32_t OF_LANES> struct rfk_split_fp4 {
+    static const bool IS = true;
+    static const uint32_t LANES = OF_LANES;
+    RFK_DEVICE rfk_codebook codes() { /* all of the last eight but the first are negative: the others one larger */
+        rfk_codebook c = rfk_codes_fp4();
+        c.word[0] += 0x01010100u, c.word[1] += 0x01010101u;
+        return c;
+    }
+};
+template <> struct rfk_split_codes<RF_TYPE_IQ4_NL> : rfk_split_iq4 {};
+template <> struct rfk_split_codes<RF_TYPE_IQ4_XS> : rfk_split_iq4 {};
+template <> struct rfk_split_codes<RF_TYPE_MXFP4> : rfk_split_fp4<4> {};
+template <> struct rfk_split_codes<RF_TYPE_NVFP4> : rfk_split_fp4<2> {};
+
+/* Add the products of the codes of `words`, eight each, and x, which lies in the order of a byte's nibbles. */
+template <int TYPE> RFK_DEVICE int rfk_dot_codes(const int *words, const int4 &x, int sum) {
+    const rfk_codebook c = rfk_split_codes<TYPE>::codes();
+    const uint32_t first = rfk_in_register(c.word[0]), second = rfk_in_register(c.word[2]);
+    const int in[4] = {x.x, x.y, x.z, x.w};
+    RFK_UNROLL(2)
+    for (int i = 0; i < 2; i++) {
+        const uint32_t v = (uint32_t)words[i], n = v ^ 0x88888888u;
+        sum = rfk_dot4((int)rfk_permute(first, c.word[1], v), in[2 * i], sum);
+        sum = rfk_dot4((int)rfk_permute(second, c.word[3], n), in[2 * i], sum);
+        sum = rfk_dot4((int)rfk_permute(first, c.word[1], v >> 16), in[2 * i + 1], sum);
+        sum = rfk_dot4((int)rfk_permute(second, c.word[3], n >> 16), in[2 * i + 1], sum);
+    }
+    return sum;
+}
+
+/* x of eight low nibbles and of eight high ones in the order of the nibbles: word `i` of two. */
+RFK_DEVICE int rfk_interleave(int low, int high, uint32_t i) {
+    return (int)rfk_permute((uint32_t)low, (uint32_t)high, i ? 0x7362u : 0x5140u);
+}
+#else
+template <int TYPE> RFK_DEVICE int rfk_dot_codes(const int *, const int4 &, int sum) { return sum; }
+RFK_DEVICE int rfk_interleave(int low, int, uint32_t) { return low; }
+#endif
+
 /* Look up the eight nibbles: the low nibble of each byte, and the high one. */
 RFK_DEVICE void rfk_look_up(const rfk_codebook &c, int nibbles, int *low, int *high) {
     const uint32_t v = (uint32_t)nibbles;
@@ -4337,6 +4395,7 @@ struct rfk_fused_args {
 #define RFK_ORDER_Q6 1u    /* every other 16 of 128 values */
 #define RFK_ORDER_STRIDED 2u /* four times 16 values, a wave's lanes apart */
 #define RFK_ORDER_UNITS 3u   /* 32 contiguous values, two units a fragment: two pieces and d by the unit */
+#define RFK_ORDER_NIBBLES(LANES) (RFK_ORDER_UNITS + (LANES)) /* units whose values lie as rfk_split_codes' nibbles */
 struct rfk_column {
     int4 *piece;
     float *scale, *start;
@@ -4364,7 +4423,7 @@ RFK_DEVICE uint32_t rfk_chunk_fragment(const rfk_column &c, uint32_t chunk, uint
         *piece = n == c.wave ? i / c.wave : i / n;
         return first + i - *piece * n;
     }
-    if (c.order == RFK_ORDER_UNITS) {
+    if (c.order >= RFK_ORDER_UNITS) {
         *piece = chunk % 2 * 2; /* the upper halves lie behind the lower ones of all units */
         return chunk / 2;
     }
@@ -4376,7 +4435,7 @@ RFK_DEVICE uint32_t rfk_chunk_fragment(const rfk_column &c, uint32_t chunk, uint
  * lie in four groups. */
 RFK_DEVICE void rfk_put_scale(const rfk_column &c, uint32_t chunk, float d, int sum16, int sum32) {
     uint32_t piece, fragment = rfk_chunk_fragment(c, chunk, &piece);
-    if (c.order == RFK_ORDER_UNITS) {
+    if (c.order >= RFK_ORDER_UNITS) {
         if (piece == 0) c.scale[fragment] = d;
     } else if (c.order != RFK_ORDER_LINEAR) {
         c.scale[4 * fragment + piece] = d;
@@ -4463,11 +4522,35 @@ RFK_DEVICE void rfk_prefetch_norms(const rfk_fused_args &a) {
 #endif
 }
 
+/* 16 int8 values of x in the column's order. */
+RFK_DEVICE int4 rfk_ordered_chunk(const int *q, uint32_t chunk, uint32_t order) {
+    if (order <= RFK_ORDER_UNITS) return reinterpret_cast<const int4 *>(q)[chunk];
+    /* in eights: of the low nibbles and of the high ones */
+    const bool near = order == RFK_ORDER_NIBBLES(2);
+    const uint32_t at = near ? 2 * chunk : 2 * chunk - chunk % 2;
+    const int2 *const eight = reinterpret_cast<const int2 *>(q) + at;
+    const int2 low = eight[0], high = eight[near ? 1 : 2];
+    int4 v;
+    v.x = rfk_interleave(low.x, high.x, 0), v.y = rfk_interleave(low.x, high.x, 1);
+    v.z = rfk_interleave(low.y, high.y, 0), v.w = rfk_interleave(low.y, high.y, 1);
+    return v;
+}
+/* Put a lane's int8 values 4i .. 4i + 3 into the column's order, among others; returns which four it has then. All
+ * lanes of the wave take part. */
+template <int WAVE> RFK_DEVICE uint32_t rfk_order_four(uint32_t i, uint32_t order, int *packed) {
+    if (order <= RFK_ORDER_UNITS) return i;
+    const bool near = order == RFK_ORDER_NIBBLES(2);
+    const int other = rfk_shuffle_xor<WAVE>(*packed, near ? 2 : 4);
+    const uint32_t upper = i / (near ? 2 : 4) % 2;
+    *packed = rfk_interleave(upper ? other : *packed, upper ? *packed : other, upper);
+    return near ? i / 4 * 4 + i % 2 * 2 + upper : i / 8 * 8 + i % 4 * 2 + upper;
+}
+
 /* Copy the column from x8. */
 RFK_DEVICE void rfk_copy_column(const rfk_fused_args &a, const rfk_column &c, uint32_t threads) {
     for (uint32_t chunk = threadIdx.x; chunk < a.n_in / 16; chunk += threads) {
         rfk_group g = a.x8.group[chunk / 2];
-        int4 v = reinterpret_cast<const int4 *>(a.x8.q)[chunk];
+        int4 v = rfk_ordered_chunk(a.x8.q, chunk, c.order);
         uint32_t piece, fragment = rfk_chunk_fragment(c, chunk, &piece);
         c.piece[piece * c.n_fragments + fragment] = v;
         rfk_put_scale(c, chunk, g.d, chunk % 2 ? g.sum[1] : g.sum[0], g.sum[0] + g.sum[1]);
@@ -4515,9 +4598,10 @@ RFK_DEVICE void rfk_quantize_column(const rfk_fused_args &a, const rfk_column &c
             for (uint32_t k = 0; k < 4; k++) v[k] *= weight[k];
         }
         int sum, packed = rfk_quantize_lane<WAVE>(v, &d, &sum), other = rfk_shuffle_xor<WAVE>(sum, 4);
+        const uint32_t to = rfk_order_four<WAVE>(i, c.order, &packed);
         if (!inside) continue;
-        uint32_t piece, fragment = rfk_chunk_fragment(c, i / 4, &piece);
-        reinterpret_cast<int *>(c.piece + piece * c.n_fragments + fragment)[i % 4] = packed;
+        uint32_t piece, fragment = rfk_chunk_fragment(c, to / 4, &piece);
+        reinterpret_cast<int *>(c.piece + piece * c.n_fragments + fragment)[to % 4] = packed;
         if (i % 4 == 0) rfk_put_scale(c, i / 4, d, sum, sum + other);
     }
 }
@@ -4822,12 +4906,16 @@ template <> struct rfk_fragments<RF_TYPE_Q6_K> {
 /* The other types: a unit at a time, half a fragment of the column. Offsets are 0; Q2_K has minimums, 0 in the others.
  * RFK_OTHER reads the type of each unit; RFK_ONE(type) is code for that type alone, with the same units and sums. */
 #define RFK_ONE(TYPE) (RFK_OTHER + 1 + (int)(TYPE))
+/* Whether the products of a unit are added as integers before its one scale: elsewhere only those of a half are. */
+RFK_DEVICE constexpr bool rfk_has_one_dot(uint32_t type) {
+    return type == RF_TYPE_IQ4_NL || type == RF_TYPE_IQ4_XS || type == RF_TYPE_MXFP4;
+}
 template <int TYPE> struct rfk_format {
     static const int OFFSET = 0, HAS_MIN = 0;
 };
 template <int TYPE> struct rfk_fragments {
     static const int ONLY = TYPE - RFK_ONE(0); /* the type of RFK_ONE; RFK_OTHER: negative */
-    static const int VALUES = 32, DOTS = 2, ORDER = RFK_ORDER_UNITS;
+    static const int VALUES = 32, DOTS = 2, ORDER = RFK_ORDER_NIBBLES(rfk_split_codes<ONLY>::LANES);
     typedef rfk_raw loaded;
     template <int WAVE> RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_fragment_at &at) {
         at.o[0] = row * (n_in / 32) + lane;
@@ -4856,13 +4944,17 @@ template <int TYPE> struct rfk_fragments {
         }
         RFK_UNROLL(8)
         for (int i = 0; i < 8; i++) to.q[i] = o.q[i];
-        to.s[0] = o.d[0], to.s[1] = o.d[1], to.s[2] = o.m[0], to.s[3] = o.m[1];
+        to.s[0] = o.d[0], to.s[1] = o.d[1], to.s[2] = o.m[0], to.s[3] = o.m[1], to.s[4] = 0;
+        if (rfk_has_one_dot(r.type)) to.s[0] = 0, to.s[4] = 1;
     }
     RFK_DEVICE float join(const float *s, const float *dots, const rfk_fragment_scales &x, float total) {
+        if (ONLY >= 0 && rfk_has_one_dot((uint32_t)ONLY))
+            return rfk_fma(x.d[0], rfk_mul(s[1], dots[0] + dots[1]), total);
         if (ONLY >= 0 && ONLY != RF_TYPE_Q2_K)
             return rfk_fma(x.d[0], rfk_fma(s[1], dots[1], rfk_mul(s[0], dots[0])), total);
-        const float minimums = rfk_fma(s[3], x.sums[1], rfk_mul(s[2], x.sums[0]));
-        return rfk_fma(x.d[0], rfk_fma(s[1], dots[1], rfk_mul(s[0], dots[0])) - minimums, total);
+        const float minimums = rfk_fma(s[3], x.sums[1], rfk_mul(s[2], x.sums[0])),
+                    second = rfk_fma(s[4], dots[0], dots[1]);
+        return rfk_fma(x.d[0], rfk_fma(s[1], second, rfk_mul(s[0], dots[0])) - minimums, total);
     }
 };
 
@@ -4874,12 +4966,26 @@ template <int TYPE> RFK_DEVICE bool rfk_is_q2(const rfk_fragment &) { return fal
 
 /* A fragment's weights for rfk_dot_unpacked: those of Q4_K that are the upper four bits of a byte may stay there, times
  * 16. */
-template <int TYPE> struct rfk_unpack_dots {
+template <int TYPE, bool SPLIT = rfk_split_codes<TYPE - RFK_ONE(0)>::IS> struct rfk_unpack_dots {
     static const bool TIMES_16 = false;
     RFK_DEVICE void run(const typename rfk_fragments<TYPE>::loaded &raw, uint32_t lane, rfk_fragment_weights &w) {
         rfk_fragments<TYPE>::unpack(raw, lane, w);
     }
 };
+/* Nibbles of rfk_split_codes stay as they are. */
+template <int TYPE> struct rfk_unpack_dots<TYPE, true> {
+    static const bool TIMES_16 = false;
+    RFK_DEVICE void run(const rfk_raw &raw, uint32_t lane, rfk_fragment_weights &w) {
+        rfk_fragments<TYPE>::unpack(raw, lane, w); /* for the scales */
+        rfk_words(raw.a, w.q);
+    }
+};
+template <int CODES> RFK_DEVICE void rfk_dots_of_codes(const int *w, const rfk_fragment_x &x, float *dots) {
+    const int first = rfk_dot_codes<CODES>(w, x.piece[0], RFK_DOT_START);
+    const bool one = rfk_has_one_dot((uint32_t)CODES);
+    dots[0] = one ? 0.0f : rfk_dot_to_float(first);
+    dots[1] = rfk_dot_to_float(rfk_dot_codes<CODES>(w + 2, x.piece[1], one ? first : RFK_DOT_START));
+}
 #if defined(RFK_HAS_UNSIGNED_DOT4)
 template <> struct rfk_unpack_dots<RF_TYPE_Q4_K> {
     static const bool TIMES_16 = true;
@@ -4912,6 +5018,7 @@ RFK_DEVICE float rfk_dot_unpacked(const rfk_fragment_weights &w, bool is_q2, con
     rfk_fragment_scales scales = {{x.scale.x, x.scale.y, x.scale.z, x.scale.w}, {x.scale.z, x.scale.w}};
     float dots[4];
     if (rfk_unpack_dots<TYPE>::TIMES_16) rfk_dots_times_16(w.q, x, dots);
+    else if (rfk_split_codes<TYPE - RFK_ONE(0)>::IS) rfk_dots_of_codes<TYPE - RFK_ONE(0)>(w.q, x, dots);
     else if (TYPE >= RFK_OTHER || F::DOTS == 4) {
         const float start[4] = {x.start.x, x.start.y, x.start.z, x.start.w};
         RFK_UNROLL(4)
@@ -5473,37 +5580,24 @@ RFK_MIXTURE_TYPES64(RFK_READS64)
 #undef RFK_READS64
 
 #if defined(RFK_HAS_PERMUTE)
-/* MXFP4, whose nibbles select bytes of a table as they are: the eight magnitudes, or 0 where the sign bit is set.
- * Negative weights are looked up and summed apart. x lies in the order of a byte's nibbles: values 0, 16, 1, 17 ... of
- * a group of 32. */
 template <> struct rfk_mixture_reads<RF_TYPE_MXFP4> : rfk_mixture_reads32<RF_TYPE_MXFP4> {
-    /* From values 16i .. 16i + 15 in the lanes of a pair to that order. */
+    /* From values 16i .. 16i + 15 in the lanes of a pair to the order of the nibbles. */
     template <int WAVE> RFK_DEVICE int4 order(const int4 &q) {
         const bool odd = threadIdx.x % 2;
-        const int first = rfk_shuffle_xor<WAVE>(odd ? q.x : q.z, 1), second = rfk_shuffle_xor<WAVE>(odd ? q.y : q.w, 1);
-        const uint32_t low[2] = {(uint32_t)(odd ? first : q.x), (uint32_t)(odd ? second : q.y)},
-                       high[2] = {(uint32_t)(odd ? q.z : first), (uint32_t)(odd ? q.w : second)};
+        const int first = rfk_shuffle_xor<WAVE>(odd ? q.x : q.z, 1), second = rfk_shuffle_xor<WAVE>(odd ? q.y : q.w, 1),
+                  low[2] = {odd ? first : q.x, odd ? second : q.y}, high[2] = {odd ? q.z : first, odd ? q.w : second};
         int4 o;
-        o.x = (int)rfk_permute(low[0], high[0], 0x5140), o.y = (int)rfk_permute(low[0], high[0], 0x7362);
-        o.z = (int)rfk_permute(low[1], high[1], 0x5140), o.w = (int)rfk_permute(low[1], high[1], 0x7362);
+        o.x = rfk_interleave(low[0], high[0], 0), o.y = rfk_interleave(low[0], high[0], 1);
+        o.z = rfk_interleave(low[1], high[1], 0), o.w = rfk_interleave(low[1], high[1], 1);
         return o;
     }
     RFK_DEVICE float dot(const loaded &raw, const x &x, uint32_t lane, float total) {
-        const uint32_t small = rfk_in_register(0x03020100u), large = 0x0c080604u;
-        const int in[8] = {x.piece[0].x, x.piece[0].y, x.piece[0].z, x.piece[0].w,
-                           x.piece[1].x, x.piece[1].y, x.piece[1].z, x.piece[1].w};
-        int words[4], positive = RFK_DOT_START, negative = 0;
+        int words[4];
         (void)lane;
         rfk_words(raw.a, words);
-        RFK_UNROLL(4)
-        for (int i = 0; i < 4; i++) {
-            const uint32_t v = (uint32_t)words[i], n = v ^ 0x88888888u;
-            positive = rfk_dot4((int)rfk_permute(small, large, v), in[2 * i], positive);
-            negative = rfk_dot4((int)rfk_permute(small, large, n), in[2 * i], negative);
-            positive = rfk_dot4((int)rfk_permute(small, large, v >> 16), in[2 * i + 1], positive);
-            negative = rfk_dot4((int)rfk_permute(small, large, n >> 16), in[2 * i + 1], negative);
-        }
-        return rfk_fma(rfk_mul(rfk_mxfp4_scale(raw.c), x.d), rfk_dot_to_float(positive - negative), total);
+        const int first = rfk_dot_codes<RF_TYPE_MXFP4>(words, x.piece[0], RFK_DOT_START),
+                  all = rfk_dot_codes<RF_TYPE_MXFP4>(words + 2, x.piece[1], first);
+        return rfk_fma(rfk_mul(rfk_mxfp4_scale(raw.c), x.d), rfk_dot_to_float(all), total);
     }
 };
 #endif
