@@ -539,8 +539,10 @@ struct rfk_raw {
 struct rfk_packing {
     uint32_t n_planes; /* 0: not repacked */
     uint32_t at[4], bytes[4];
-    uint32_t bits[2];  /* of the first two planes; 0: bytes as they are; 1, 2: bits of a value, by rfk_unit_bits */
+    uint32_t bits[2];  /* of the first two planes; 0: bytes as they are; else as rfk_unit_bits makes them */
 };
+/* Bits of a plane: 1 and 2 of each value; or signs, of IQ3_S in bytes 8 to 39 of a block, of IQ3_XXS. */
+enum { RFK_BITS_IQ3_S = 3, RFK_BITS_IQ3_XXS };
 
 static rfk_packing rfk_packing_of(uint32_t type) {
     static const rfk_packing none = {0, {0, 0, 0, 0}, {0, 0, 0, 0}, {0, 0}};
@@ -560,8 +562,8 @@ static rfk_packing rfk_packing_of(uint32_t type) {
         {RF_TYPE_IQ4_XS, {2, {8, 0, 0, 0}, {128, 8, 0, 0}, {0, 0}}},
         {RF_TYPE_MXFP4, {2, {1, 0, 0, 0}, {16, 1, 0, 0}, {0, 0}}},
         {RF_TYPE_NVFP4, {2, {4, 0, 0, 0}, {32, 4, 0, 0}, {0, 0}}},
-        {RF_TYPE_IQ3_XXS, {3, {2, 66, 0, 0}, {64, 32, 2, 0}, {0, 0}}},
-        {RF_TYPE_IQ3_S, {3, {2, 66, 0, 0}, {64, 44, 2, 0}, {0, 0}}},
+        {RF_TYPE_IQ3_XXS, {3, {2, 66, 0, 0}, {64, 32, 2, 0}, {0, RFK_BITS_IQ3_XXS}}},
+        {RF_TYPE_IQ3_S, {3, {2, 66, 0, 0}, {64, 44, 2, 0}, {0, RFK_BITS_IQ3_S}}},
         {RF_TYPE_IQ2_XXS, {2, {2, 0, 0, 0}, {64, 2, 0, 0}, {0, 0}}},
         {RF_TYPE_IQ2_XS, {3, {2, 66, 0, 0}, {64, 8, 2, 0}, {0, 0}}},
         {RF_TYPE_IQ2_S, {3, {2, 66, 0, 0}, {64, 16, 2, 0}, {0, 0}}},
@@ -909,6 +911,18 @@ template <> struct rfk_split_codes<RF_TYPE_IQ4_XS> : rfk_split_iq4 {};
 template <> struct rfk_split_codes<RF_TYPE_MXFP4> : rfk_split_fp4<4> {};
 template <> struct rfk_split_codes<RF_TYPE_NVFP4> : rfk_split_fp4<2> {};
 
+/* The upper half of v as a dot product: unlike a shift that leaves the unit of logic ops and PRMT free, on which
+ * look-ups wait. */
+RFK_DEVICE uint32_t rfk_upper_half(uint32_t v) {
+#if defined(ROCMFORGE_HIP_EMU)
+    return v >> 16;
+#else
+    uint32_t out;
+    asm("dp2a.lo.u32.u32 %0, %1, %2, %3;" : "=r"(out) : "r"(v), "r"(0x100), "r"(0));
+    return out;
+#endif
+}
+
 /* Add the products of the codes of `words`, eight each, and x, which lies in the order of a byte's nibbles. */
 template <int TYPE> RFK_DEVICE int rfk_dot_codes(const int *words, const int4 &x, int sum) {
     const rfk_codebook c = rfk_split_codes<TYPE>::codes();
@@ -920,7 +934,7 @@ template <int TYPE> RFK_DEVICE int rfk_dot_codes(const int *words, const int4 &x
         sum = rfk_dot4((int)rfk_permute(first, c.word[1], v), in[2 * i], sum);
         sum = rfk_dot4((int)rfk_permute(second, c.word[3], n), in[2 * i], sum);
         sum = rfk_dot4((int)rfk_permute(first, c.word[1], v >> 16), in[2 * i + 1], sum);
-        sum = rfk_dot4((int)rfk_permute(second, c.word[3], n >> 16), in[2 * i + 1], sum);
+        sum = rfk_dot4((int)rfk_permute(second, c.word[3], rfk_upper_half(n)), in[2 * i + 1], sum);
     }
     return sum;
 }
@@ -980,6 +994,20 @@ RFK_DEVICE uint32_t rfk_spread3(uint32_t bits) {
 RFK_DEVICE int rfk_negate4(uint32_t values, uint32_t signs) {
     uint32_t ones = ((signs & 15) * 0x00204081u) & 0x01010101u;
     return (int)((values ^ ((ones << 8) - ones)) + ones);
+}
+/* 255 in byte k where its bit i is set, else 0. */
+RFK_DEVICE uint32_t rfk_bits_to_bytes(uint32_t bytes, uint32_t i) {
+#if defined(RFK_HAS_PERMUTE)
+    return rfk_permute(bytes << (7 - i), 0, 0xba98); /* signs of the bytes */
+#else
+    const uint32_t ones = (bytes >> i) & 0x01010101u;
+    return (ones << 8) - ones;
+#endif
+}
+/* All sign bits of a unit of IQ3_XXS: an even number of eight adjacent ones. */
+RFK_DEVICE uint32_t rfk_even_signs_of_unit(uint32_t c) {
+    const uint32_t known = c & 0x55ffffffu, halves = known ^ known >> 16, words = halves ^ halves >> 8;
+    return known | ((words ^ words >> 1) & 0x55) << 25;
 }
 /* Seven sign bits, and the eighth, which makes the number of set bits even. */
 RFK_DEVICE uint32_t rfk_even_signs(uint32_t seven) {
@@ -1181,14 +1209,17 @@ template <> struct rfk_format<RF_TYPE_IQ3_XXS> {
     }
     RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) { unpack_by<false>(r, u, o, NULL); }
     template <bool SHARED> RFK_DEVICE void unpack_by(const rfk_raw &r, uint32_t u, rfk_unit &o, const uint32_t *grid) {
+        const uint32_t signs = rfk_even_signs_of_unit(r.c), pairs = (r.c >> 25) & 0x55,
+                       fours = (pairs | pairs >> 1) & 0x33;
         (void)u;
         RFK_UNROLL(8)
-        for (int i = 0; i < 8; i++) {
+        for (int i = 0; i < 8; i++) { /* a negated number has all bits above its lowest 1 inverted: 2 in 62, else 4 */
             uint32_t v[2];
             rfk_grid_entry<RF_TYPE_IQ3_XXS, SHARED>(grid, (r.more[i / 4] >> (i % 4 * 8)) & 255, v);
-            o.q[i] = rfk_negate4(v[0], rfk_even_signs(r.c >> (i / 2 * 7)) >> (i % 2 * 4));
+            const uint32_t inverted = (v[0] << 1 & 0x04040404u) | 0xf8f8f8f8u;
+            o.q[i] = (int)(v[0] ^ (rfk_bits_to_bytes(signs, (uint32_t)i) & inverted));
         }
-        o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.e) * (0.5f + (float)(r.c >> 28)) * 0.5f;
+        o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.e) * (0.5f + (float)((fours | fours >> 2) & 15)) * 0.5f;
     }
 };
 
@@ -1205,10 +1236,10 @@ template <> struct rfk_format<RF_TYPE_IQ3_S> {
     template <bool SHARED> RFK_DEVICE void unpack_by(const rfk_raw &r, uint32_t u, rfk_unit &o, const uint32_t *grid) {
         RFK_UNROLL(8)
         for (int i = 0; i < 8; i++) {
-            const uint32_t index = ((r.more[i / 4] >> (i % 4 * 8)) & 255) | ((r.e >> i) & 1) << 8;
+            const uint32_t index = ((r.more[i / 4] >> (i % 4 * 8)) & 255) | ((r.e << (8 - i)) & 256);
             uint32_t v[2];
             rfk_grid_entry<RF_TYPE_IQ3_S, SHARED>(grid, index, v);
-            o.q[i] = rfk_negate4(v[0], r.c >> (4 * i));
+            o.q[i] = (int)(v[0] ^ (rfk_bits_to_bytes(r.c, (uint32_t)i) & 0xfefefefeu)); /* values are odd */
         }
         o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.a.x) * (float)(1 + 2 * ((r.f >> (u % 2 * 4)) & 15));
     }
@@ -1541,8 +1572,21 @@ template <int TYPE> RFK_DEVICE void rfk_load8(const uint8_t *p, size_t i, float 
 }
 
 /* Byte `at` of a plane in which units of 32 values have `bits` bits of each: bits / 4 words, whose byte k has bits of
- * the values k, 4 + k, 8 + k, ..., from the lowest up. In the file a byte has bits of one value of 8 / bits units. */
+ * the values k, 4 + k, 8 + k, ..., from the lowest up. In the file a byte has bits of one value of 8 / bits units; of
+ * IQ3_S those of eight adjacent values. IQ3_XXS has seven of eight and four bits of a scale, which take the places of
+ * the eighth ones: byte 3's bits 1, 3, 5 and 7. */
 RFK_DEVICE uint8_t rfk_unit_bits(const uint8_t *from, uint32_t at, uint32_t bits) {
+    const bool sevens = bits == RFK_BITS_IQ3_XXS;
+    if (sevens || bits == RFK_BITS_IQ3_S) {
+        uint32_t word = 0, signs = 0;
+        if (!sevens && (at < 8 || at >= 40)) return from[at];
+        for (uint32_t i = 0; i < 4; i++) word |= (uint32_t)from[at / 4 * 4 + i] << (8 * i);
+        for (uint32_t i = 0; i < 8; i++) {
+            const uint32_t of_eight = i % 2 * 4 + at % 4;
+            signs |= (word >> (!sevens ? 4 * i + at % 4 : of_eight < 7 ? i / 2 * 7 + of_eight : 28 + i / 2) & 1) << i;
+        }
+        return (uint8_t)signs;
+    }
     const uint32_t n = 8 / bits, unit = at / (4 * bits), first = at % (4 * bits) / 4 * 4 * n + at % 4;
     uint32_t out = 0;
     for (uint32_t i = 0; i < n; i++) {
