@@ -406,7 +406,7 @@ int main(int argc, char **argv) {
     RUN_SLOW(test_tensors_of_three);
     RUN_SLOW(test_tensors_by_rccl);
     RUN(test_layers);
-    RUN(test_tiles);
+    RUN_SLOW(test_tiles);
     RUN(test_refused);
     RUN(test_leaving);
     RUN_SLOW(test_failing_tensors);

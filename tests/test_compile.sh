@@ -39,14 +39,14 @@ first_errors() {
 }
 name=${2-}
 
-slow="build_static case_run_static case_c11_after_declarations_is_refused case_c11_with_gnu_source
+slow="build_gcc case_gnu11_after_stdio build_static case_run_static case_c11_after_declarations_is_refused case_c11_with_gnu_source
     case_default_mode_after_libc case_c17 case_included_twice build_gcc_o2 build_clang_o2 build_arm64 build_musl build_o3
     build_undefined build_types_used build_types_other case_run_types case_gcc_o2 case_clang_o2 case_objects_o2 case_run_o3 case_run_undefined case_run_musl case_run_arm64"
 
 # ---- whole compilations: gcc and clang see more warnings when they generate code ----
 
 build_gcc() { gcc $small -std=c11 $strict -I. -c "$dir/impl.c" -o "$dir/gcc.o"; }
-build_clang() { need clang clang; clang $small -std=c11 $strict -I. -c "$dir/impl.c" -o "$dir/clang.o"; }
+build_quick() { $quick $small -std=c11 $strict -I. -c "$dir/impl.c" -o "$dir/quick.o"; }
 build_gcc_o2() { gcc -O2 -std=c11 $strict -I. -c "$dir/impl.c" -o "$dir/gcc_o2.o"; }
 build_clang_o2() { need clang clang; clang -O2 -std=c11 $strict -I. -c "$dir/impl.c" -o "$dir/clang_o2.o"; }
 build_arm64() {
@@ -206,7 +206,7 @@ linked() {
     gcc -O2 $strict -I. "$dir/hello_decl.c" "$dir/$1.o" -o "$dir/hello_$1" $libs
     same_text "$1"
 }
-case_two_files() { linked gcc; }
+case_two_files() { linked quick; }
 case_gcc_o2() { linked gcc_o2; }
 case_clang_o2() { need clang clang; linked clang_o2; }
 case_run_o3() { same_text o3; }
@@ -329,15 +329,15 @@ hip_says() {
 }
 case_hip_not_linked() {
     hip_sources none
-    gcc "$dir/hip_main_none.o" "$dir/gcc.o" -o "$dir/hip_none" $libs
+    gcc "$dir/hip_main_none.o" "$dir/quick.o" -o "$dir/hip_none" $libs
     hip_says "$dir/hip_none" RF_ERR_NOT_FOUND 'not linked'
     gcc "$dir/hip_main_none.o" "$dir/hip.o" -o "$dir/hip_strong" $libs 2>&1 | grep -q 'undefined reference to .rocmforge_hip_api'
 }
 case_hip_stale_object() {
     hip_sources object
-    gcc "$dir/hip_main_object.o" "$dir/gcc.o" "$dir/hip_stale_object.o" -o "$dir/hip_object" $libs
+    gcc "$dir/hip_main_object.o" "$dir/quick.o" "$dir/hip_stale_object.o" -o "$dir/hip_object" $libs
     hip_says "$dir/hip_object" RF_ERR_DEVICE 'rebuild'
-    gcc -no-pie "$dir/hip_main_object.o" "$dir/gcc.o" "$dir/hip_stale_object.o" -o "$dir/hip_no_pie" $libs
+    gcc -no-pie "$dir/hip_main_object.o" "$dir/quick.o" "$dir/hip_stale_object.o" -o "$dir/hip_no_pie" $libs
     hip_says "$dir/hip_no_pie" RF_ERR_DEVICE 'rebuild'
 }
 # a weak reference does not pull a member of an archive, ROCMFORGE_HIP makes it strong
@@ -345,7 +345,7 @@ case_hip_stale_archive() {
     hip_sources archive
     rm -f "$dir/libstale.a"
     ar rc "$dir/libstale.a" "$dir/hip_stale_archive.o"
-    gcc "$dir/hip_main_archive.o" "$dir/gcc.o" "$dir/libstale.a" -o "$dir/hip_archive_weak" $libs
+    gcc "$dir/hip_main_archive.o" "$dir/quick.o" "$dir/libstale.a" -o "$dir/hip_archive_weak" $libs
     hip_says "$dir/hip_archive_weak" RF_ERR_NOT_FOUND 'not linked'
     gcc "$dir/hip_main_archive.o" "$dir/hip.o" "$dir/libstale.a" -o "$dir/hip_archive" $libs
     hip_says "$dir/hip_archive" RF_ERR_DEVICE 'rebuild'
@@ -355,9 +355,9 @@ case_hip_stale_shared() {
     hip_sources shared
     gcc -shared "$dir/hip_stale_shared.o" -o "$dir/libstale.so"
     set -- -L"$dir" -lstale '-Wl,-rpath,$ORIGIN' $libs
-    gcc "$dir/hip_main_shared.o" "$dir/gcc.o" -o "$dir/hip_shared_unneeded" -Wl,--as-needed "$@"
+    gcc "$dir/hip_main_shared.o" "$dir/quick.o" -o "$dir/hip_shared_unneeded" -Wl,--as-needed "$@"
     hip_says "$dir/hip_shared_unneeded" RF_ERR_NOT_FOUND 'not linked'
-    gcc "$dir/hip_main_shared.o" "$dir/gcc.o" -o "$dir/hip_shared_weak" -Wl,--no-as-needed "$@"
+    gcc "$dir/hip_main_shared.o" "$dir/quick.o" -o "$dir/hip_shared_weak" -Wl,--no-as-needed "$@"
     hip_says "$dir/hip_shared_weak" RF_ERR_DEVICE 'rebuild'
     gcc "$dir/hip_main_shared.o" "$dir/hip.o" -o "$dir/hip_shared" -Wl,--as-needed "$@"
     hip_says "$dir/hip_shared" RF_ERR_DEVICE 'rebuild'

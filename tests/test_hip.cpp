@@ -4238,7 +4238,7 @@ int main(int argc, char **argv) {
     RUN(test_attention);
     RUN(test_attention_both_ways_and_lists);
     RUN(test_attention_to_blocks);
-    RUN(test_wide_attention);
+    RUN_SLOW(test_wide_attention);
     RUN_SLOW(test_heads);
     RUN(test_heads_across);
     RUN(test_conv);
@@ -4270,7 +4270,7 @@ int main(int argc, char **argv) {
     RUN(test_threads);
     RUN_SLOW(test_bfloats);
 #ifdef RF_TEST_EMU
-    RUN(test_blocks_of_512);
+    RUN_SLOW(test_blocks_of_512);
     RUN_SLOW(test_matrix_units);
     RUN(test_wrong_units);
     RUN(test_stale_graphs);

@@ -21,10 +21,11 @@ case_emulated_kernels() {
     quiet $old_layout make check-c B="$build/asan_emu" CC=gcc CXX=g++ TESTS="$build/asan_emu/test_hip $build/asan_emu/fuzz_models" \
         CFLAGS="$flags -fsanitize=address,undefined"
 }
+# sums of pointers that wrap around are looked for by the fuzzers alone: they would be a third of what clang takes here
 case_address_and_undefined() {
     need clang 'clang libclang-rt-14-dev'
     quiet $old_layout make check-c B="$build/asan" CC=clang SANITIZED= \
-        CFLAGS="$flags -fsanitize=address,undefined"
+        CFLAGS="$flags -fsanitize=address,undefined -fno-sanitize=pointer-overflow"
 }
 case_threads() {
     need clang 'clang libclang-rt-14-dev'
@@ -39,7 +40,7 @@ case_threads_of_emulated_gpus() {
 }
 case_fuzz() {
     need clang 'clang libclang-rt-14-dev'
-    quiet $old_layout make fuzz-inputs B="$build" FUZZ_SECONDS=10 FUZZ_JOBS=1
+    quiet $old_layout make fuzz-inputs B="$build" FUZZ_SECONDS=6 FUZZ_JOBS=1
 }
 
 memcheck() {
