@@ -885,12 +885,14 @@ RFK_DEVICE uint32_t rfk_in_register(uint32_t constant) {
 template <int TYPE> struct rfk_split_codes {
     static const bool IS = false;
     static const uint32_t LANES = 0;
+    RFK_DEVICE rfk_codebook whole() { return {{0, 0, 0, 0}}; }
     RFK_DEVICE rfk_codebook codes() { return {{0, 0, 0, 0}}; }
 };
 #if defined(RFK_HAS_PERMUTE)
 struct rfk_split_iq4 {
     static const bool IS = true;
     static const uint32_t LANES = 4;
+    RFK_DEVICE rfk_codebook whole() { return rfk_codes_iq4(); }
     RFK_DEVICE rfk_codebook codes() { /* the first eight are negative: the others one larger */
         rfk_codebook c = rfk_codes_iq4();
         c.word[2] += 0x01010101u, c.word[3] += 0x01010101u;
@@ -900,6 +902,7 @@ struct rfk_split_iq4 {
 template <uint32_t OF_LANES> struct rfk_split_fp4 {
     static const bool IS = true;
     static const uint32_t LANES = OF_LANES;
+    RFK_DEVICE rfk_codebook whole() { return rfk_codes_fp4(); }
     RFK_DEVICE rfk_codebook codes() { /* all of the last eight but the first are negative: the others one larger */
         rfk_codebook c = rfk_codes_fp4();
         c.word[0] += 0x01010100u, c.word[1] += 0x01010101u;
@@ -939,12 +942,23 @@ template <int TYPE> RFK_DEVICE int rfk_dot_codes(const int *words, const int4 &x
     return sum;
 }
 
+/* The codes of a word in the order of the nibbles, for products with several columns. */
+template <int TYPE> RFK_DEVICE void rfk_look_up_in_order(int word, int *codes) {
+    const rfk_codebook c = rfk_split_codes<TYPE>::whole();
+    const uint32_t v = (uint32_t)word, s = v & 0x77777777u, upper = ((v & 0x88888888u) >> 1) | 0x32103210u,
+                   first = rfk_in_register(c.word[0]), third = rfk_in_register(c.word[2]), s1 = rfk_upper_half(s);
+    codes[0] = (int)rfk_permute(rfk_permute(first, c.word[1], s), rfk_permute(third, c.word[3], s), upper);
+    codes[1] = (int)rfk_permute(rfk_permute(first, c.word[1], s1), rfk_permute(third, c.word[3], s1),
+                                rfk_upper_half(upper));
+}
+
 /* x of eight low nibbles and of eight high ones in the order of the nibbles: word `i` of two. */
 RFK_DEVICE int rfk_interleave(int low, int high, uint32_t i) {
     return (int)rfk_permute((uint32_t)low, (uint32_t)high, i ? 0x7362u : 0x5140u);
 }
 #else
 template <int TYPE> RFK_DEVICE int rfk_dot_codes(const int *, const int4 &, int sum) { return sum; }
+template <int TYPE> RFK_DEVICE void rfk_look_up_in_order(int, int *) {}
 RFK_DEVICE int rfk_interleave(int low, int, uint32_t) { return low; }
 #endif
 
@@ -4566,6 +4580,13 @@ RFK_DEVICE void rfk_prefetch_norms(const rfk_fused_args &a) {
 #endif
 }
 
+/* Eight int8 values of low nibbles and eight of high ones in the order of the nibbles. */
+RFK_DEVICE int4 rfk_interleave_eights(int low0, int low1, int high0, int high1) {
+    int4 v;
+    v.x = rfk_interleave(low0, high0, 0), v.y = rfk_interleave(low0, high0, 1);
+    v.z = rfk_interleave(low1, high1, 0), v.w = rfk_interleave(low1, high1, 1);
+    return v;
+}
 /* 16 int8 values of x in the column's order. */
 RFK_DEVICE int4 rfk_ordered_chunk(const int *q, uint32_t chunk, uint32_t order) {
     if (order <= RFK_ORDER_UNITS) return reinterpret_cast<const int4 *>(q)[chunk];
@@ -4574,10 +4595,7 @@ RFK_DEVICE int4 rfk_ordered_chunk(const int *q, uint32_t chunk, uint32_t order) 
     const uint32_t at = near ? 2 * chunk : 2 * chunk - chunk % 2;
     const int2 *const eight = reinterpret_cast<const int2 *>(q) + at;
     const int2 low = eight[0], high = eight[near ? 1 : 2];
-    int4 v;
-    v.x = rfk_interleave(low.x, high.x, 0), v.y = rfk_interleave(low.x, high.x, 1);
-    v.z = rfk_interleave(low.y, high.y, 0), v.w = rfk_interleave(low.y, high.y, 1);
-    return v;
+    return rfk_interleave_eights(low.x, low.y, high.x, high.y);
 }
 /* Put a lane's int8 values 4i .. 4i + 3 into the column's order, among others; returns which four it has then. All
  * lanes of the wave take part. */
@@ -5054,15 +5072,16 @@ RFK_DEVICE void rfk_dots_times_16(const int *w, const rfk_fragment_x &x, float *
 RFK_DEVICE void rfk_dots_times_16(const int *, const rfk_fragment_x &, float *) {}
 #endif
 
-/* Add the products of an unpacked fragment (rfk_unpack_dots) and a column's part of it to total. is_q2: a Q2_K unit. */
-template <int TYPE>
+/* Add the products of an unpacked fragment (rfk_unpack_dots) and a column's part of it to total. is_q2: a Q2_K unit.
+ * LOOKED_UP: codes of rfk_split_codes are looked up. */
+template <int TYPE, bool LOOKED_UP = false>
 RFK_DEVICE float rfk_dot_unpacked(const rfk_fragment_weights &w, bool is_q2, const rfk_fragment_x &x, float total) {
     typedef rfk_fragments<TYPE> F;
     const bool offset = rfk_format<TYPE>::OFFSET != 0, has_min = rfk_format<TYPE>::HAS_MIN != 0;
     rfk_fragment_scales scales = {{x.scale.x, x.scale.y, x.scale.z, x.scale.w}, {x.scale.z, x.scale.w}};
     float dots[4];
     if (rfk_unpack_dots<TYPE>::TIMES_16) rfk_dots_times_16(w.q, x, dots);
-    else if (rfk_split_codes<TYPE - RFK_ONE(0)>::IS) rfk_dots_of_codes<TYPE - RFK_ONE(0)>(w.q, x, dots);
+    else if (rfk_split_codes<TYPE - RFK_ONE(0)>::IS && !LOOKED_UP) rfk_dots_of_codes<TYPE - RFK_ONE(0)>(w.q, x, dots);
     else if (TYPE >= RFK_OTHER || F::DOTS == 4) {
         const float start[4] = {x.start.x, x.start.y, x.start.z, x.start.w};
         RFK_UNROLL(4)
@@ -5630,10 +5649,7 @@ template <> struct rfk_mixture_reads<RF_TYPE_MXFP4> : rfk_mixture_reads32<RF_TYP
         const bool odd = threadIdx.x % 2;
         const int first = rfk_shuffle_xor<WAVE>(odd ? q.x : q.z, 1), second = rfk_shuffle_xor<WAVE>(odd ? q.y : q.w, 1),
                   low[2] = {odd ? first : q.x, odd ? second : q.y}, high[2] = {odd ? q.z : first, odd ? q.w : second};
-        int4 o;
-        o.x = rfk_interleave(low[0], high[0], 0), o.y = rfk_interleave(low[0], high[0], 1);
-        o.z = rfk_interleave(low[1], high[1], 0), o.w = rfk_interleave(low[1], high[1], 1);
-        return o;
+        return rfk_interleave_eights(low[0], low[1], high[0], high[1]);
     }
     RFK_DEVICE float dot(const loaded &raw, const x &x, uint32_t lane, float total) {
         int words[4];
@@ -7067,7 +7083,7 @@ template <int TYPE, int WAVE, int N>
 RFK_DEVICE void rfk_few_fragment(const rfk_few_args &a, uint32_t f, const int4 *w, const float *scale, bool has_sums,
                                  float (&sum)[N]) {
     typedef rfk_fragments<TYPE> F;
-    const int ALL = 256 / WAVE, PARTS = TYPE == RFK_OTHER || F::DOTS == 4 ? 2 : 1;
+    const int ALL = 256 / WAVE, PARTS = TYPE >= RFK_OTHER || F::DOTS == 4 ? 2 : 1;
     const bool has_min = rfk_format<TYPE>::HAS_MIN != 0;
     const uint32_t lane = threadIdx.x % WAVE, n_fragments = a.n_in / F::VALUES;
     const size_t tile = blockIdx.x;
@@ -7173,6 +7189,14 @@ RFK_DEVICE void rfk_few_norm_out(const rfk_few_args &a, uint32_t col0, uint32_t 
 #else
 #define RFK_ROWS_GROUPS 1u
 #endif
+/* Types without a grid that have code of their own on NVIDIA, for up to 16 columns: 8B MXFP4 on an H200, 2, 4, 8 and 16
+ * rows 3.74, 4.47, 5.96, 7.68 -> 2.67, 3.15, 4.82, 5.97 ms. */
+#if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
+#define RFK_ROWS_ONE_TYPES(X) \
+    X(RF_TYPE_IQ4_NL) X(RF_TYPE_IQ4_XS) X(RF_TYPE_MXFP4) X(RF_TYPE_NVFP4) X(RF_TYPE_Q3_K) X(RF_TYPE_Q2_K)
+#else
+#define RFK_ROWS_ONE_TYPES(X)
+#endif
 struct rfk_rows_shared {
     float factors[RFK_ROWS_MAX]; /* as in rfk_few_shared */
 };
@@ -7187,11 +7211,19 @@ RFK_DEVICE rfk_column rfk_column_of(rfk_column c, uint32_t i) {
 RFK_DEVICE void rfk_put_group(const rfk_column &c, uint32_t group, const int4 &first, const int4 &second, float d) {
     const int ones[4] = {0x01010101, 0x01010101, 0x01010101, 0x01010101};
     const int sum = rfk_dot16(ones, first, 0), next = rfk_dot16(ones, second, 0);
+    int4 piece0 = first, piece1 = second;
+    if (c.order == RFK_ORDER_NIBBLES(4)) {
+        piece0 = rfk_interleave_eights(first.x, first.y, second.x, second.y);
+        piece1 = rfk_interleave_eights(first.z, first.w, second.z, second.w);
+    } else if (c.order == RFK_ORDER_NIBBLES(2)) {
+        piece0 = rfk_interleave_eights(first.x, first.y, first.z, first.w);
+        piece1 = rfk_interleave_eights(second.x, second.y, second.z, second.w);
+    }
     uint32_t piece, fragment = rfk_chunk_fragment(c, 2 * group, &piece);
-    c.piece[piece * c.n_fragments + fragment] = first;
+    c.piece[piece * c.n_fragments + fragment] = piece0;
     rfk_put_scale(c, 2 * group, d, sum, sum + next);
     fragment = rfk_chunk_fragment(c, 2 * group + 1, &piece);
-    c.piece[piece * c.n_fragments + fragment] = second;
+    c.piece[piece * c.n_fragments + fragment] = piece1;
     rfk_put_scale(c, 2 * group + 1, d, next, sum + next);
 }
 
@@ -7230,8 +7262,10 @@ template <int WAVE> RFK_DEVICE float rfk_wave_sums(const float (&v)[RFK_ROWS_MAX
     return sum;
 }
 
-/* A block's rows, as rfk_fused_block. Lane i of a wave stores what belongs to column i. */
-template <int TYPE, int WAVE, int U>
+/* A block's rows, as rfk_fused_block. Lane i of a wave stores what belongs to column i. LOOK_UP: codes of
+ * rfk_split_codes are looked up once for all columns, instead of two dot products for each: faster from three columns
+ * on. */
+template <int TYPE, int WAVE, int U, bool LOOK_UP>
 RFK_DEVICE void rfk_rows_block(const rfk_few_args &a, const rfk_product &p, uint32_t number, uint32_t n_blocks,
                                rfk_column c, float *factors) {
     typedef rfk_fragments<TYPE> F;
@@ -7271,6 +7305,9 @@ RFK_DEVICE void rfk_rows_block(const rfk_few_args &a, const rfk_product &p, uint
             if (i < mine) {
                 rfk_unpack_by<TYPE, GRID>::run(raw[k], lane, grid, w);
                 is_q2 = rfk_is_q2<TYPE>(raw[k]);
+                RFK_UNROLL(4)
+                for (int i = 3; LOOK_UP && rfk_split_codes<TYPE - RFK_ONE(0)>::IS && i >= 0; i--)
+                    rfk_look_up_in_order<TYPE - RFK_ONE(0)>(w.q[i], w.q + 2 * i);
             }
             if (next_row < n_out && next_round * U + k < mine) {
                 if (next_second) F::fetch(a.part[1].w, at, raw[k]);
@@ -7282,7 +7319,7 @@ RFK_DEVICE void rfk_rows_block(const rfk_few_args &a, const rfk_product &p, uint
                 if (i < mine && col < a.n_cols) {
                     rfk_fragment_x x;
                     rfk_load_x<TYPE>(rfk_column_of(c, col), fragment, x);
-                    sum[col] = rfk_dot_unpacked<TYPE>(w, is_q2, x, sum[col]);
+                    sum[col] = rfk_dot_unpacked<TYPE, LOOK_UP>(w, is_q2, x, sum[col]);
                 }
         }
         if (next_round == 0) {
@@ -7295,6 +7332,15 @@ RFK_DEVICE void rfk_rows_block(const rfk_few_args &a, const rfk_product &p, uint
         row = next_row, second = next_second, round = next_round;
     }
     if (a.norm_out && blockIdx.x == 0) rfk_few_norm_out(a, 0, a.n_cols, factors);
+}
+
+template <int TYPE, int WAVE>
+RFK_DEVICE void rfk_rows_one(const rfk_few_args &a, const rfk_product &p, uint32_t number, uint32_t n_blocks,
+                             const rfk_column &c, float *factors) {
+    const bool both = rfk_split_codes<TYPE - RFK_ONE(0)>::IS;
+    if (both && a.n_cols > 2)
+        rfk_rows_block<TYPE, WAVE, RFK_ROWS_IN_FLIGHT, both>(a, p, number, n_blocks, c, factors);
+    else rfk_rows_block<TYPE, WAVE, RFK_ROWS_IN_FLIGHT, false>(a, p, number, n_blocks, c, factors);
 }
 
 /* grid: the blocks of each product   block RFK_ROWS_BLOCK   LDS 1.5 bytes a value of the columns   reads W once */
@@ -7314,24 +7360,25 @@ static __global__ void RFK_RESIDENT(RFK_ROWS_BLOCK, RFK_ROWS_RESIDENT) rfk_rows(
 #endif
     const rfk_column c = rfk_column_in(column, a.n_in);
     if (OTHER) {
-#define RFK_ROWS_GRID_CASE(TYPE) \
+#define RFK_ROWS_ONE_CASE(TYPE) \
     case TYPE: \
         if (rfk_built<TYPE>::is) \
-            rfk_rows_block<RFK_ONE(TYPE), WAVE, RFK_ROWS_IN_FLIGHT>(a, p, number, n_blocks, c, s.factors); \
+            rfk_rows_one<RFK_ONE(TYPE), WAVE>(a, p, number, n_blocks, c, s.factors); \
         return;
         switch (p.type) {
-            RFK_GRID_TYPES(RFK_ROWS_GRID_CASE)
+            RFK_GRID_TYPES(RFK_ROWS_ONE_CASE)
+            RFK_ROWS_ONE_TYPES(RFK_ROWS_ONE_CASE)
         default: break;
         }
-#undef RFK_ROWS_GRID_CASE
-        if (rfk_built<RFK_OTHER>::is) rfk_rows_block<RFK_OTHER, WAVE, 1>(a, p, number, n_blocks, c, s.factors);
+#undef RFK_ROWS_ONE_CASE
+        if (rfk_built<RFK_OTHER>::is) rfk_rows_block<RFK_OTHER, WAVE, 1, false>(a, p, number, n_blocks, c, s.factors);
         return;
     }
 #define RFK_ROWS_CASE(TYPE, max) \
     case TYPE: \
         if (rfk_built<TYPE>::is) \
-            rfk_rows_block<TYPE, WAVE, (RFK_ROWS_IN_FLIGHT < max ? RFK_ROWS_IN_FLIGHT : max)>(a, p, number, n_blocks, \
-                                                                                             c, s.factors); \
+            rfk_rows_block<TYPE, WAVE, (RFK_ROWS_IN_FLIGHT < max ? RFK_ROWS_IN_FLIGHT : max), false>( \
+                a, p, number, n_blocks, c, s.factors); \
         break;
     switch (p.type) {
         RFK_FUSED_TYPES(RFK_ROWS_CASE)
@@ -7835,7 +7882,7 @@ RFK_DEVICE void rfk_few_wave(const rfk_few_args &a, const rfk_product &p, uint32
         rfk_wait_previous();
         rfk_few_factors<WAVE>(a, blockIdx.x * RFK_FEW_ROWS, RFK_FEW_ROWS, s.factor);
     }
-    const bool has_sums = TYPE == RFK_OTHER && p.type == RF_TYPE_Q2_K;
+    const bool has_sums = TYPE >= RFK_OTHER && p.type == RF_TYPE_Q2_K;
     RFK_UNROLL(1)
     for (uint32_t base = 0; base < n_fragments; base += WAVE)
         RFK_UNROLL(2)
@@ -7930,8 +7977,16 @@ static __global__ void RFK_RESIDENT(RFK_FEW_WAVES *WAVE, 2) rfk_few(rfk_few_args
     case TYPE: \
         if (rfk_built<TYPE>::is) rfk_few_block<TYPE, WAVE, NARROW>(a, which, number, s); \
         break;
+#define RFK_FEW_ONE_CASE(TYPE) \
+    case TYPE: \
+        if (rfk_built<TYPE>::is) rfk_few_block<RFK_ONE(TYPE), WAVE, NARROW>(a, which, number, s); \
+        break;
     if (OTHER) {
-        if (rfk_built<RFK_OTHER>::is) rfk_few_block<RFK_OTHER, WAVE, NARROW>(a, which, number, s);
+        switch (a.part[which].type) {
+            RFK_ROWS_ONE_TYPES(RFK_FEW_ONE_CASE)
+        default:
+            if (rfk_built<RFK_OTHER>::is) rfk_few_block<RFK_OTHER, WAVE, NARROW>(a, which, number, s);
+        }
     } else {
         switch (a.part[which].type) {
             RFK_FUSED_TYPES(RFK_FEW_CASE)
