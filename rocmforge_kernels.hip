@@ -1011,7 +1011,7 @@ RFK_DEVICE int rfk_negate4(uint32_t values, uint32_t signs) {
 }
 /* 255 in byte k where its bit i is set, else 0. */
 RFK_DEVICE uint32_t rfk_bits_to_bytes(uint32_t bytes, uint32_t i) {
-#if defined(RFK_HAS_PERMUTE)
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
     return rfk_permute(bytes << (7 - i), 0, 0xba98); /* signs of the bytes */
 #else
     const uint32_t ones = (bytes >> i) & 0x01010101u;
