@@ -7334,6 +7334,7 @@ RFK_DEVICE void rfk_rows_block(const rfk_few_args &a, const rfk_product &p, uint
     if (a.norm_out && blockIdx.x == 0) rfk_few_norm_out(a, 0, a.n_cols, factors);
 }
 
+/* The same for RFK_ONE types. */
 template <int TYPE, int WAVE>
 RFK_DEVICE void rfk_rows_one(const rfk_few_args &a, const rfk_product &p, uint32_t number, uint32_t n_blocks,
                              const rfk_column &c, float *factors) {
@@ -7993,6 +7994,7 @@ static __global__ void RFK_RESIDENT(RFK_FEW_WAVES *WAVE, 2) rfk_few(rfk_few_args
         default: break;
         }
     }
+#undef RFK_FEW_ONE_CASE
 #undef RFK_FEW_CASE
     if (a.norm_out && blockIdx.y == 0) rfk_few_norm_out(a, blockIdx.x * RFK_FEW_ROWS, RFK_FEW_ROWS, s.factor);
 }
