@@ -213,16 +213,16 @@ static const mg_options post_norms[] = {
     {.arch = "gemma3", .type = MG_Q4_K, .use_mix = 1, .mix_type = MG_Q6_K, .window = 8, .n_layers = 3, .tied = 1, .seed = 9},
 };
 
-/* index: of the device; types take turns where there are two. */
+/* index: of the device; all types but the first six take turns where there are two. */
 static void rows_on(const char *device, uint32_t index) {
-    static const uint32_t types[] = {MG_Q4_K, MG_Q6_K, MG_Q8_0, MG_Q4_0, MG_Q4_1, MG_Q5_0, MG_Q5_1, MG_Q5_K, MG_Q2_K, MG_Q3_K, MG_IQ4_XS, MG_F16, MG_IQ3_S, MG_IQ2_XS},
+    static const uint32_t types[] = {MG_Q4_K, MG_Q6_K, MG_Q8_0, MG_Q4_0, MG_IQ4_XS, MG_NVFP4, MG_Q4_1, MG_Q5_0, MG_Q5_1, MG_Q5_K, MG_Q2_K, MG_Q3_K, MG_F16, MG_IQ3_S, MG_IQ2_XS},
                           caches[] = {RF_CACHE_F16, RF_CACHE_F32, RF_CACHE_F16};
     static const char *const archs[] = {"llama", "qwen2", "qwen3"},
                       *const files[] = {"tests/family/qwen35moe.gguf", "tests/family/mixtral.gguf", "tests/family/gemma3-linear.gguf"};
     char what[64];
     for (uint32_t t = 0; t < RFT_COUNT(types); t++) {
         mg_buf file = {0};
-        if (!RF_TYPE_IS_BUILT(types[t]) || (t > 3 && device_name(1) && t % 2 != index)) continue;
+        if (!RF_TYPE_IS_BUILT(types[t]) || (t > 5 && device_name(1) && t % 2 != index)) continue;
         mg_llama(&file, &(mg_options){.type = types[t], .arch = archs[t % 3], .seed = 3 + t, .n_kv_heads = t % 2 ? 1 : 0,
                                       .use_mix = t == 0, .mix_type = MG_Q6_K});
         snprintf(what, sizeof what, "type %u", types[t]);
