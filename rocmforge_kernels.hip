@@ -541,7 +541,7 @@ struct rfk_packing {
     uint32_t at[4], bytes[4];
     uint32_t bits[2];  /* of the first two planes; 0: bytes as they are; else as rfk_unit_bits makes them */
 };
-/* Bits of a plane: 1 and 2 of each value; or signs, of IQ3_S in bytes 8 to 39 of a block, of IQ3_XXS. */
+/* rfk_packing.bits: 1 or 2 bits of each value, or sign bits, which IQ3_S has in bytes 8 to 39 of the plane's block. */
 enum { RFK_BITS_IQ3_S = 3, RFK_BITS_IQ3_XXS };
 
 static rfk_packing rfk_packing_of(uint32_t type) {
@@ -878,22 +878,24 @@ RFK_DEVICE uint32_t rfk_in_register(uint32_t constant) {
 }
 #endif
 
-/* Codebooks in halves, so that nibbles are selectors as they are: `first` for codes 0 to 7, `second` for codes 8 to 15,
- * whose selectors have the upper bit inverted. For a code of the other half a look-up gives the sign of an entry, 0 or
- * -1: the entries are such that both look-ups add up to the code's value. IS: TYPE has such halves here; LANES: from a
- * byte's low nibble to its high one are four times as many values. */
+/* A codebook as two tables of eight, so that nibbles are PRMT's selectors as they are: the first for codes 0 to 7, the
+ * second for codes 8 to 15, whose selectors have the upper bit inverted. Each code is looked up in both. The table that
+ * does not have it gives the sign of an entry, 0 or -1; the entries are such that the two results add up to the code's
+ * value.
+ * IS: whether TYPE is read so here; whole, halves: its codebook, and the two tables; LANES: if a byte's low nibble is
+ * value i, its high one is value i + 4 * LANES. */
 template <int TYPE> struct rfk_split_codes {
     static const bool IS = false;
     static const uint32_t LANES = 0;
     RFK_DEVICE rfk_codebook whole() { return {{0, 0, 0, 0}}; }
-    RFK_DEVICE rfk_codebook codes() { return {{0, 0, 0, 0}}; }
+    RFK_DEVICE rfk_codebook halves() { return {{0, 0, 0, 0}}; }
 };
 #if defined(RFK_HAS_PERMUTE)
 struct rfk_split_iq4 {
     static const bool IS = true;
     static const uint32_t LANES = 4;
     RFK_DEVICE rfk_codebook whole() { return rfk_codes_iq4(); }
-    RFK_DEVICE rfk_codebook codes() { /* the first eight are negative: the others one larger */
+    RFK_DEVICE rfk_codebook halves() { /* the first eight are negative: the others one larger */
         rfk_codebook c = rfk_codes_iq4();
         c.word[2] += 0x01010101u, c.word[3] += 0x01010101u;
         return c;
@@ -903,7 +905,7 @@ template <uint32_t OF_LANES> struct rfk_split_fp4 {
     static const bool IS = true;
     static const uint32_t LANES = OF_LANES;
     RFK_DEVICE rfk_codebook whole() { return rfk_codes_fp4(); }
-    RFK_DEVICE rfk_codebook codes() { /* all of the last eight but the first are negative: the others one larger */
+    RFK_DEVICE rfk_codebook halves() { /* all of the last eight but the first are negative: the others one larger */
         rfk_codebook c = rfk_codes_fp4();
         c.word[0] += 0x01010100u, c.word[1] += 0x01010101u;
         return c;
@@ -928,12 +930,12 @@ RFK_DEVICE uint32_t rfk_upper_half(uint32_t v) {
 
 /* Add the products of the codes of `words`, eight each, and x, which lies in the order of a byte's nibbles. */
 template <int TYPE> RFK_DEVICE int rfk_dot_codes(const int *words, const int4 &x, int sum) {
-    const rfk_codebook c = rfk_split_codes<TYPE>::codes();
+    const rfk_codebook c = rfk_split_codes<TYPE>::halves();
     const uint32_t first = rfk_in_register(c.word[0]), second = rfk_in_register(c.word[2]);
     const int in[4] = {x.x, x.y, x.z, x.w};
     RFK_UNROLL(2)
     for (int i = 0; i < 2; i++) {
-        const uint32_t v = (uint32_t)words[i], n = v ^ 0x88888888u;
+        const uint32_t v = (uint32_t)words[i], n = v ^ 0x88888888u; /* one of two shifts: units are equally busy */
         sum = rfk_dot4((int)rfk_permute(first, c.word[1], v), in[2 * i], sum);
         sum = rfk_dot4((int)rfk_permute(second, c.word[3], n), in[2 * i], sum);
         sum = rfk_dot4((int)rfk_permute(first, c.word[1], v >> 16), in[2 * i + 1], sum);
@@ -942,14 +944,23 @@ template <int TYPE> RFK_DEVICE int rfk_dot_codes(const int *words, const int4 &x
     return sum;
 }
 
+/* Look up eight nibbles: their lower three bits select in the codebook's halves, `which` the half. */
+struct rfk_nibble_selectors { uint32_t lower, which; };
+RFK_DEVICE rfk_nibble_selectors rfk_selectors_of(uint32_t v) {
+    return {v & 0x77777777u, ((v & 0x88888888u) >> 1) | 0x32103210u};
+}
+/* The first four. */
+RFK_DEVICE uint32_t rfk_look_up4(const rfk_codebook &c, uint32_t lower, uint32_t which) {
+    const uint32_t first = rfk_in_register(c.word[0]), third = rfk_in_register(c.word[2]);
+    return rfk_permute(rfk_permute(first, c.word[1], lower), rfk_permute(third, c.word[3], lower), which);
+}
+
 /* The codes of a word in the order of the nibbles, for products with several columns. */
 template <int TYPE> RFK_DEVICE void rfk_look_up_in_order(int word, int *codes) {
     const rfk_codebook c = rfk_split_codes<TYPE>::whole();
-    const uint32_t v = (uint32_t)word, s = v & 0x77777777u, upper = ((v & 0x88888888u) >> 1) | 0x32103210u,
-                   first = rfk_in_register(c.word[0]), third = rfk_in_register(c.word[2]), s1 = rfk_upper_half(s);
-    codes[0] = (int)rfk_permute(rfk_permute(first, c.word[1], s), rfk_permute(third, c.word[3], s), upper);
-    codes[1] = (int)rfk_permute(rfk_permute(first, c.word[1], s1), rfk_permute(third, c.word[3], s1),
-                                rfk_upper_half(upper));
+    const rfk_nibble_selectors s = rfk_selectors_of((uint32_t)word);
+    codes[0] = (int)rfk_look_up4(c, s.lower, s.which);
+    codes[1] = (int)rfk_look_up4(c, rfk_upper_half(s.lower), rfk_upper_half(s.which));
 }
 
 /* x of eight low nibbles and of eight high ones in the order of the nibbles: word `i` of two. */
@@ -966,11 +977,8 @@ RFK_DEVICE int rfk_interleave(int low, int, uint32_t) { return low; }
 RFK_DEVICE void rfk_look_up(const rfk_codebook &c, int nibbles, int *low, int *high) {
     const uint32_t v = (uint32_t)nibbles;
 #if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
-    const uint32_t s = v & 0x77777777u, upper = ((v & 0x88888888u) >> 1) | 0x32103210u,
-                   first = rfk_in_register(c.word[0]), third = rfk_in_register(c.word[2]);
-    const uint32_t a = rfk_permute(rfk_permute(first, c.word[1], s), rfk_permute(third, c.word[3], s), upper),
-                   b = rfk_permute(rfk_permute(first, c.word[1], s >> 16), rfk_permute(third, c.word[3], s >> 16),
-                                   upper >> 16);
+    const rfk_nibble_selectors s = rfk_selectors_of(v);
+    const uint32_t a = rfk_look_up4(c, s.lower, s.which), b = rfk_look_up4(c, s.lower >> 16, s.which >> 16);
     *low = (int)rfk_permute(a, b, 0x6420);
     *high = (int)rfk_permute(a, b, 0x7531);
 #elif defined(__HIP_DEVICE_COMPILE__)
@@ -1585,22 +1593,24 @@ template <int TYPE> RFK_DEVICE void rfk_load8(const uint8_t *p, size_t i, float 
     rfk_eight_of_16bit<TYPE>(rfk_load16(p + 2 * i), v);
 }
 
-/* Byte `at` of a plane in which units of 32 values have `bits` bits of each: bits / 4 words, whose byte k has bits of
- * the values k, 4 + k, 8 + k, ..., from the lowest up. In the file a byte has bits of one value of 8 / bits units; of
- * IQ3_S those of eight adjacent values. IQ3_XXS has seven of eight and four bits of a scale, which take the places of
- * the eighth ones: byte 3's bits 1, 3, 5 and 7. */
-RFK_DEVICE uint8_t rfk_unit_bits(const uint8_t *from, uint32_t at, uint32_t bits) {
-    const bool sevens = bits == RFK_BITS_IQ3_XXS;
-    if (sevens || bits == RFK_BITS_IQ3_S) {
-        uint32_t word = 0, signs = 0;
-        if (!sevens && (at < 8 || at >= 40)) return from[at];
-        for (uint32_t i = 0; i < 4; i++) word |= (uint32_t)from[at / 4 * 4 + i] << (8 * i);
-        for (uint32_t i = 0; i < 8; i++) {
-            const uint32_t of_eight = i % 2 * 4 + at % 4;
-            signs |= (word >> (!sevens ? 4 * i + at % 4 : of_eight < 7 ? i / 2 * 7 + of_eight : 28 + i / 2) & 1) << i;
-        }
-        return (uint8_t)signs;
+/* Byte `at` of a plane of sign bits: a word for a unit of 32 values, whose byte k has in bit i that of value 4i + k. In
+ * the file IQ3_S has them in order. IQ3_XXS has seven of every eight there, one behind the other, then a scale of four
+ * bits, which take the places of the missing ones: bits 1, 3, 5 and 7 of byte 3. */
+RFK_DEVICE uint8_t rfk_unit_signs(const uint8_t *from, uint32_t at, uint32_t bits) {
+    uint32_t word = 0, signs = 0;
+    if (bits == RFK_BITS_IQ3_S && (at < 8 || at >= 40)) return from[at];
+    for (uint32_t i = 0; i < 4; i++) word |= (uint32_t)from[at / 4 * 4 + i] << (8 * i);
+    for (uint32_t i = 0; i < 8; i++) {
+        uint32_t bit = 4 * i + at % 4;
+        if (bits == RFK_BITS_IQ3_XXS) bit = bit % 8 < 7 ? bit / 8 * 7 + bit % 8 : 28 + bit / 8;
+        signs |= (word >> bit & 1) << i;
     }
+    return (uint8_t)signs;
+}
+/* Byte `at` of a plane in which units of 32 values have `bits` bits of each: bits / 4 words, whose byte k has bits of
+ * the values k, 4 + k, 8 + k, ..., from the lowest up. In the file a byte has bits of one value of 8 / bits units. */
+RFK_DEVICE uint8_t rfk_unit_bits(const uint8_t *from, uint32_t at, uint32_t bits) {
+    if (bits >= RFK_BITS_IQ3_S) return rfk_unit_signs(from, at, bits);
     const uint32_t n = 8 / bits, unit = at / (4 * bits), first = at % (4 * bits) / 4 * 4 * n + at % 4;
     uint32_t out = 0;
     for (uint32_t i = 0; i < n; i++) {
@@ -4968,7 +4978,8 @@ template <> struct rfk_fragments<RF_TYPE_Q6_K> {
 /* The other types: a unit at a time, half a fragment of the column. Offsets are 0; Q2_K has minimums, 0 in the others.
  * RFK_OTHER reads the type of each unit; RFK_ONE(type) is code for that type alone, with the same units and sums. */
 #define RFK_ONE(TYPE) (RFK_OTHER + 1 + (int)(TYPE))
-/* Whether the products of a unit are added as integers before its one scale: elsewhere only those of a half are. */
+/* Whether all 32 products of a unit are added as integers, then multiplied by its one scale: split codes in nibbles'
+ * order have no sums of its halves. Other types of RFK_OTHER multiply each half's 16 products by a scale. */
 RFK_DEVICE constexpr bool rfk_has_one_dot(uint32_t type) {
     return type == RF_TYPE_IQ4_NL || type == RF_TYPE_IQ4_XS || type == RF_TYPE_MXFP4;
 }
@@ -5020,10 +5031,11 @@ template <int TYPE> struct rfk_fragments {
     }
 };
 
-/* Whether minimums are there: rfk_raw keeps the type. */
-template <int TYPE> RFK_DEVICE bool rfk_is_q2(const rfk_raw &r) {
-    return TYPE == RFK_OTHER ? r.type == RF_TYPE_Q2_K : TYPE == RFK_ONE(RF_TYPE_Q2_K);
+/* Whether minimums are there: of RFK_OTHER the type of the weights tells. */
+template <int TYPE> RFK_DEVICE bool rfk_is_q2(uint32_t type) {
+    return TYPE == RFK_OTHER ? type == RF_TYPE_Q2_K : TYPE == RFK_ONE(RF_TYPE_Q2_K);
 }
+template <int TYPE> RFK_DEVICE bool rfk_is_q2(const rfk_raw &r) { return rfk_is_q2<TYPE>(r.type); }
 template <int TYPE> RFK_DEVICE bool rfk_is_q2(const rfk_fragment &) { return false; }
 
 /* A fragment's weights for rfk_dot_unpacked: those of Q4_K that are the upper four bits of a byte may stay there, times
@@ -7192,11 +7204,13 @@ RFK_DEVICE void rfk_few_norm_out(const rfk_few_args &a, uint32_t col0, uint32_t 
 /* Types without a grid that have code of their own on NVIDIA, for up to 16 columns: 8B MXFP4 on an H200, 2, 4, 8 and 16
  * rows 3.74, 4.47, 5.96, 7.68 -> 2.67, 3.15, 4.82, 5.97 ms. */
 #if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
-#define RFK_ROWS_ONE_TYPES(X) \
+#define RFK_FEW_ONE_TYPES(X) \
     X(RF_TYPE_IQ4_NL) X(RF_TYPE_IQ4_XS) X(RF_TYPE_MXFP4) X(RF_TYPE_NVFP4) X(RF_TYPE_Q3_K) X(RF_TYPE_Q2_K)
 #else
-#define RFK_ROWS_ONE_TYPES(X)
+#define RFK_FEW_ONE_TYPES(X)
 #endif
+/* The type, if waves of this size may have such code, else RFK_OTHER: emulated waves of 64 run what AMD's run. */
+template <int WAVE> RFK_DEVICE uint32_t rfk_few_type(uint32_t type) { return WAVE == 32 ? type : (uint32_t)RFK_OTHER; }
 struct rfk_rows_shared {
     float factors[RFK_ROWS_MAX]; /* as in rfk_few_shared */
 };
@@ -7334,13 +7348,13 @@ RFK_DEVICE void rfk_rows_block(const rfk_few_args &a, const rfk_product &p, uint
     if (a.norm_out && blockIdx.x == 0) rfk_few_norm_out(a, 0, a.n_cols, factors);
 }
 
-/* The same for RFK_ONE types. */
+/* The same for RFK_ONE types: codes are looked up where that is faster. */
 template <int TYPE, int WAVE>
 RFK_DEVICE void rfk_rows_one(const rfk_few_args &a, const rfk_product &p, uint32_t number, uint32_t n_blocks,
                              const rfk_column &c, float *factors) {
-    const bool both = rfk_split_codes<TYPE - RFK_ONE(0)>::IS;
-    if (both && a.n_cols > 2)
-        rfk_rows_block<TYPE, WAVE, RFK_ROWS_IN_FLIGHT, both>(a, p, number, n_blocks, c, factors);
+    const bool has_codes = rfk_split_codes<TYPE - RFK_ONE(0)>::IS;
+    if (has_codes && a.n_cols > 2)
+        rfk_rows_block<TYPE, WAVE, RFK_ROWS_IN_FLIGHT, has_codes>(a, p, number, n_blocks, c, factors);
     else rfk_rows_block<TYPE, WAVE, RFK_ROWS_IN_FLIGHT, false>(a, p, number, n_blocks, c, factors);
 }
 
@@ -7368,7 +7382,10 @@ static __global__ void RFK_RESIDENT(RFK_ROWS_BLOCK, RFK_ROWS_RESIDENT) rfk_rows(
         return;
         switch (p.type) {
             RFK_GRID_TYPES(RFK_ROWS_ONE_CASE)
-            RFK_ROWS_ONE_TYPES(RFK_ROWS_ONE_CASE)
+        default: break;
+        }
+        switch (rfk_few_type<WAVE>(p.type)) {
+            RFK_FEW_ONE_TYPES(RFK_ROWS_ONE_CASE)
         default: break;
         }
 #undef RFK_ROWS_ONE_CASE
@@ -7883,7 +7900,7 @@ RFK_DEVICE void rfk_few_wave(const rfk_few_args &a, const rfk_product &p, uint32
         rfk_wait_previous();
         rfk_few_factors<WAVE>(a, blockIdx.x * RFK_FEW_ROWS, RFK_FEW_ROWS, s.factor);
     }
-    const bool has_sums = TYPE >= RFK_OTHER && p.type == RF_TYPE_Q2_K;
+    const bool has_sums = rfk_is_q2<TYPE>(p.type);
     RFK_UNROLL(1)
     for (uint32_t base = 0; base < n_fragments; base += WAVE)
         RFK_UNROLL(2)
@@ -7983,8 +8000,8 @@ static __global__ void RFK_RESIDENT(RFK_FEW_WAVES *WAVE, 2) rfk_few(rfk_few_args
         if (rfk_built<TYPE>::is) rfk_few_block<RFK_ONE(TYPE), WAVE, NARROW>(a, which, number, s); \
         break;
     if (OTHER) {
-        switch (a.part[which].type) {
-            RFK_ROWS_ONE_TYPES(RFK_FEW_ONE_CASE)
+        switch (rfk_few_type<WAVE>(a.part[which].type)) {
+            RFK_FEW_ONE_TYPES(RFK_FEW_ONE_CASE)
         default:
             if (rfk_built<RFK_OTHER>::is) rfk_few_block<RFK_OTHER, WAVE, NARROW>(a, which, number, s);
         }
