@@ -512,8 +512,9 @@ static uint32_t rfk_ceil_div(uint64_t a, uint32_t b) { return (uint32_t)((a + b 
 /* ==== 2 Weights ======================================================================================== >>weights
  * A quantized row is read in units of 32 weights: two halves of 16, adjacent in some types and STRIDE apart in others,
  * because that is what a 16-byte load of packed bytes holds. A weight is d * (q - OFFSET) - m, q a signed byte. Blocks
- * of Q4_K and Q5_K are multiples of 16 bytes, those of IQ1_M of 8: they stay as they are. The other types are repacked
- * when they are written, from an array of structs to a struct of arrays ("planes"), so that loads are aligned. */
+ * of Q4_K and Q5_K are multiples of 16 bytes, those of IQ1_M of 8: they stay as they are, but for the order of Q5_K's
+ * fifth bits. The other types are repacked when they are written, from an array of structs to a struct of arrays
+ * ("planes"), so that loads are aligned. */
 
 struct rfk_weight {
     const uint8_t *plane[4]; /* one array for each field of a block; [0] alone if not repacked */
@@ -531,7 +532,6 @@ struct rfk_unit {
 struct rfk_raw {
     int4 a, b;        /* quants; the next 16 bytes, the upper bits or the block header */
     uint32_t c, e, f; /* scales and other small fields */
-    int4 g;           /* Q5_K's block header */
     uint32_t more[2], type;
 };
 
@@ -541,8 +541,9 @@ struct rfk_packing {
     uint32_t at[4], bytes[4];
     uint32_t bits[2];  /* of the first two planes; 0: bytes as they are; else as rfk_unit_bits makes them */
 };
-/* rfk_packing.bits: 1 or 2 bits of each value, or sign bits, which IQ3_S has in bytes 8 to 39 of the plane's block. */
-enum { RFK_BITS_IQ3_S = 3, RFK_BITS_IQ3_XXS };
+/* rfk_packing.bits: 1 or 2 bits of each value, or sign bits, which IQ3_S has in bytes 8 to 39 of the plane's block, or
+ * Q5_K's upper bits in bytes 16 to 47. */
+enum { RFK_BITS_IQ3_S = 3, RFK_BITS_IQ3_XXS, RFK_BITS_Q5_K };
 
 static rfk_packing rfk_packing_of(uint32_t type) {
     static const rfk_packing none = {0, {0, 0, 0, 0}, {0, 0, 0, 0}, {0, 0}};
@@ -557,6 +558,7 @@ static rfk_packing rfk_packing_of(uint32_t type) {
         {RF_TYPE_Q5_1, {3, {8, 4, 0, 0}, {16, 4, 4, 0}, {0, 0}}},
         {RF_TYPE_Q2_K, {3, {16, 0, 80, 0}, {64, 16, 4, 0}, {2, 0}}},
         {RF_TYPE_Q3_K, {4, {32, 0, 96, 108}, {64, 32, 12, 2}, {2, 1}}},
+        {RF_TYPE_Q5_K, {1, {0, 0, 0, 0}, {176, 0, 0, 0}, {RFK_BITS_Q5_K, 0}}},
         {RF_TYPE_Q6_K, {4, {0, 128, 192, 208}, {128, 64, 16, 2}, {0, 0}}},
         {RF_TYPE_IQ4_NL, {2, {2, 0, 0, 0}, {16, 2, 0, 0}, {0, 0}}},
         {RF_TYPE_IQ4_XS, {2, {8, 0, 0, 0}, {128, 8, 0, 0}, {0, 0}}},
@@ -778,24 +780,25 @@ template <> struct rfk_format<RF_TYPE_Q4_K> {
     }
 };
 
+/* Add the fifth bits of Q5_K to word i of a unit's lower and upper nibbles: rfk_unit_fifths has made `bits`. */
+RFK_DEVICE void rfk_fifth_bits(uint32_t bits, uint32_t i, int *low, int *high) {
+    *low |= (int)(bits << (4 - i) & 0x10101010u);
+    *high |= (int)(bits >> i & 0x10101010u);
+}
+
 template <> struct rfk_format<RF_TYPE_Q5_K> {
     static const int BLOCK = 256, STRIDE = 32, OFFSET = 0, HAS_MIN = 1, SCALES = 1;
     template <class W> RFK_DEVICE void fetch(const W &w, size_t block, uint32_t u, rfk_raw &r) {
         const auto p = w.plane[0] + (block + u / 8) * 176;
         r.a = rfk_load16(p + 48 + u % 8 * 16);
-        r.b = rfk_load16(p + 16 + u % 2 * 16);
-        r.g = rfk_load16(p);
+        r.b = rfk_load16(p);
+        r.c = rfk_load4(p + 16 + u % 8 * 4);
     }
     RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
-        const int high[4] = {r.b.x, r.b.y, r.b.z, r.b.w};
-        uint32_t c = u % 8 / 2;
         rfk_nibbles(r.a, o.q);
         RFK_UNROLL(4)
-        for (int i = 0; i < 4; i++) {
-            o.q[i] |= (int)(((uint32_t)high[i] >> (2 * c)) & 0x01010101u) << 4;
-            o.q[4 + i] |= (int)(((uint32_t)high[i] >> (2 * c + 1)) & 0x01010101u) << 4;
-        }
-        rfk_k_scales(r.g, c, o);
+        for (uint32_t i = 0; i < 4; i++) rfk_fifth_bits(r.c, i, &o.q[i], &o.q[4 + i]);
+        rfk_k_scales(r.b, u % 8 / 2, o);
     }
 };
 
@@ -1607,9 +1610,23 @@ RFK_DEVICE uint8_t rfk_unit_signs(const uint8_t *from, uint32_t at, uint32_t bit
     }
     return (uint8_t)signs;
 }
+/* Byte `at` of a Q5_K block: bytes 16 to 47 become a word for each unit, whose byte k has in bit i < 4 the fifth bit of
+ * the lower nibble of the unit's byte 4i + k, in bit 4 + i that of the upper one. In the file byte k there has bits of
+ * value k of all groups of 32. */
+RFK_DEVICE uint8_t rfk_unit_fifths(const uint8_t *from, uint32_t at) {
+    if (at < 16 || at >= 48) return from[at];
+    const uint32_t u = at / 4 - 4;
+    uint32_t out = 0;
+    for (uint32_t i = 0; i < 4; i++) {
+        const uint32_t byte = from[16 + u % 2 * 16 + 4 * i + at % 4] >> (u / 2 * 2);
+        out |= (byte & 1) << i | (byte >> 1 & 1) << (4 + i);
+    }
+    return (uint8_t)out;
+}
 /* Byte `at` of a plane in which units of 32 values have `bits` bits of each: bits / 4 words, whose byte k has bits of
  * the values k, 4 + k, 8 + k, ..., from the lowest up. In the file a byte has bits of one value of 8 / bits units. */
 RFK_DEVICE uint8_t rfk_unit_bits(const uint8_t *from, uint32_t at, uint32_t bits) {
+    if (bits == RFK_BITS_Q5_K) return rfk_unit_fifths(from, at);
     if (bits >= RFK_BITS_IQ3_S) return rfk_unit_signs(from, at, bits);
     const uint32_t n = 8 / bits, unit = at / (4 * bits), first = at % (4 * bits) / 4 * 4 * n + at % 4;
     uint32_t out = 0;
@@ -4831,10 +4848,12 @@ template <int TYPE> struct rfk_fragments32 {
 template <int TYPE> struct rfk_fragments_k {
     static const int VALUES = 64, DOTS = 2, ORDER = RFK_ORDER_LINEAR;
     typedef rfk_fragment loaded;
-    static const int BYTES = TYPE == RF_TYPE_Q4_K ? 144 : 176, QUANTS = TYPE == RF_TYPE_Q4_K ? 16 : 48;
+    static const bool FIVE = TYPE == RF_TYPE_Q5_K;
+    static const int BYTES = FIVE ? 176 : 144, QUANTS = FIVE ? 48 : 16;
     template <int WAVE> RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_fragment_at &at) {
         at.o[0] = (row * (n_in / 256) + lane / 4) * BYTES;
         at.o[1] = at.o[0] + QUANTS + lane % 4 * 32;
+        if (FIVE) at.o[2] = at.o[0] + 16 + lane % 4 * 8; /* the fifth bits */
     }
     RFK_DEVICE void fetch(const rfk_weight &weight, const rfk_fragment_at &at, rfk_fragment &o) {
         const rfk_weight_once w = rfk_read_once(weight);
@@ -4842,26 +4861,23 @@ template <int TYPE> struct rfk_fragments_k {
         o.q[0] = rfk_load16(p);
         o.q[1] = rfk_load16(p + 16);
         o.head = rfk_load16(head);
-        if (TYPE == RF_TYPE_Q5_K) o.q[2] = rfk_load16(head + 16), o.q[3] = rfk_load16(head + 32);
+        if (FIVE) rfk_load8bytes(w.plane[0] + at.o[2], o.s);
     }
     template <int WAVE> RFK_DEVICE void next(rfk_fragment_at &at) {
         at.o[0] += WAVE / 4 * BYTES;
         at.o[1] += WAVE / 4 * BYTES;
+        if (FIVE) at.o[2] += WAVE / 4 * BYTES;
     }
     RFK_DEVICE void unpack(const rfk_fragment &w, uint32_t lane, rfk_fragment_weights &o) {
         const uint32_t c = lane % 4; /* which of the block's four fragments */
         RFK_UNROLL(2)
         for (int i = 0; i < 2; i++) {
-            int *low = o.q + 4 * i, *high = low + 8, bits[4] = {0, 0, 0, 0};
+            int *low = o.q + 4 * i, *high = low + 8;
             rfk_words(w.q[i], low);
-            if (TYPE == RF_TYPE_Q5_K) rfk_words(w.q[2 + i], bits);
             RFK_UNROLL(4)
-            for (int k = 0; k < 4; k++) {
+            for (uint32_t k = 0; k < 4; k++) {
                 high[k] = rfk_high4(low[k]), low[k] = rfk_low4(low[k]);
-                if (TYPE != RF_TYPE_Q5_K) continue;
-                bits[k] = (int)((uint32_t)bits[k] >> (2 * c));
-                low[k] |= (bits[k] & 0x01010101) << 4;
-                high[k] |= (bits[k] & 0x02020202) << 3;
+                if (FIVE) rfk_fifth_bits(w.s[i], k, &low[k], &high[k]);
             }
         }
         unpack_scales(w, c, o);
@@ -5317,11 +5333,10 @@ RFK_DEVICE void rfk_fused_block(const rfk_fused_args &a, const rfk_product &p, u
     rfk_quantize_results<WAVE>(a, number * 32 + threadIdx.x / WAVE * step, n_out, s);
 }
 
-/* Types whose fragments have 64 values, and how many of them in flight fit. Two of Q8_0, of 68 bytes, would spill, and
- * two of Q5_K. */
+/* Types whose fragments have 64 values, and how many of them in flight fit. Two of Q8_0, of 68 bytes, would spill. */
 #define RFK_FUSED_TYPES(X)                                                                                            \
     X(RF_TYPE_Q8_0, 1) X(RF_TYPE_Q4_0, 2) X(RF_TYPE_Q4_1, 2) X(RF_TYPE_Q5_0, 2)                                      \
-    X(RF_TYPE_Q5_1, 2) X(RF_TYPE_Q4_K, 2) X(RF_TYPE_Q5_K, 1) X(RF_TYPE_Q6_K, 2)
+    X(RF_TYPE_Q5_1, 2) X(RF_TYPE_Q4_K, 2) X(RF_TYPE_Q5_K, 2) X(RF_TYPE_Q6_K, 2)
 
 /* Bytes of the grid that blocks keep in shared memory: of a type; of the largest among a launch's products. */
 static uint32_t rfk_grid_bytes_of(uint32_t type) {
@@ -5420,8 +5435,15 @@ template <int WAVE> RFK_DEVICE void rfk_wave_sums(float *x, float *y) {
 #define RFK_PAIRS_BLOCK 512u
 /* Units of RFK_OTHER types in flight, of each row of the pair. */
 #define RFK_PAIRS_UNITS(TYPE) ((TYPE) == RF_TYPE_TQ1_0 ? 2 : 4)
-#define RFK_IS_Q4_K_M(type) ((type) == RF_TYPE_Q4_K || (type) == RF_TYPE_Q6_K)
 #if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
+/* Types that kernels are compiled for: those of Q4_K_M or Q5_K_M files, all of RFK_FUSED_TYPES, or others. Less code
+ * takes less time to fetch, and does not lose registers to other types: 8B on an H200, Q4_K_M 2 to 3 %, Q5_K_M 5 % of a
+ * step of one row. */
+enum { RFK_SET_Q4_K_M, RFK_SET_Q5_K_M, RFK_SET_FUSED, RFK_SET_OTHER };
+static __host__ __device__ constexpr bool rfk_is_in(int set, uint32_t type) {
+    return set == RFK_SET_FUSED || (set != RFK_SET_OTHER && type == RF_TYPE_Q6_K) ||
+           (set == RFK_SET_Q4_K_M && type == RF_TYPE_Q4_K) || (set == RFK_SET_Q5_K_M && type == RF_TYPE_Q5_K);
+}
 /* A result that a lane keeps, of a GLU two products: with as many as a wave has lanes, or all, the lanes finish theirs
  * at once. */
 struct rfk_pairs_result {
@@ -5532,10 +5554,8 @@ RFK_DEVICE void rfk_pairs_block(const rfk_fused_args &a, const rfk_product &p, u
 
 /* grid: the blocks of each product   block RFK_PAIRS_BLOCK   LDS 6 KiB and 1.5 bytes a value of the column
  *   reads W once
- * FOR: the types of Q4_K_M files, all of RFK_FUSED_TYPES, or RFK_OTHER types. Less code takes less time to fetch: 2 to
- * 3 % of a step of 8B, gemma3 12B and 30B-A3B on an H200. */
-enum { RFK_PAIRS_Q4_K_M, RFK_PAIRS_FUSED, RFK_PAIRS_OTHER };
-template <int FOR> static __global__ void RFK_RESIDENT(RFK_PAIRS_BLOCK, 1) rfk_pairs_matvec(rfk_fused_args a) {
+ * SET: RFK_SET_OTHER stands for RFK_OTHER types here */
+template <int SET> static __global__ void RFK_RESIDENT(RFK_PAIRS_BLOCK, 1) rfk_pairs_matvec(rfk_fused_args a) {
     RFK_SHARED(rfk_fused_shared, s);
     RFK_DYNAMIC(int4, column);
     uint32_t number, n_blocks;
@@ -5544,12 +5564,12 @@ template <int FOR> static __global__ void RFK_RESIDENT(RFK_PAIRS_BLOCK, 1) rfk_p
     const rfk_column c = rfk_column_in(column, a.n_in);
 #define RFK_PAIRS_CASE(TYPE, max) \
     case TYPE: \
-        if (rfk_built<TYPE>::is && FOR != RFK_PAIRS_OTHER && (FOR == RFK_PAIRS_FUSED || RFK_IS_Q4_K_M(TYPE))) \
+        if (rfk_built<TYPE>::is && rfk_is_in(SET, TYPE)) \
             rfk_pairs_block<TYPE, max>(a, p, number, n_blocks, c, s); \
         break;
 #define RFK_PAIRS_UNITS_CASE(TYPE) \
     case TYPE: \
-        if (rfk_built<TYPE>::is && FOR == RFK_PAIRS_OTHER) \
+        if (rfk_built<TYPE>::is && SET == RFK_SET_OTHER) \
             rfk_pairs_block<RFK_ONE(TYPE), RFK_PAIRS_UNITS(TYPE)>(a, p, number, n_blocks, c, s); \
         break;
     switch (p.type) {
@@ -5561,6 +5581,20 @@ template <int FOR> static __global__ void RFK_RESIDENT(RFK_PAIRS_BLOCK, 1) rfk_p
     }
 #undef RFK_PAIRS_UNITS_CASE
 #undef RFK_PAIRS_CASE
+}
+/* The set of a launch's types that are all of RFK_FUSED_TYPES. */
+static int rfk_set_of(const rfk_product *part) {
+    bool is[2] = {true, true}; /* Q4_K_M, Q5_K_M */
+    for (uint32_t i = 0, from = 0; i < RFK_PRODUCTS; from = part[i++].end_block)
+        for (int set = 0; set < 2; set++)
+            if (part[i].end_block > from) is[set] = is[set] && rfk_is_in(set, part[i].type);
+    return is[RFK_SET_Q4_K_M] ? RFK_SET_Q4_K_M : is[RFK_SET_Q5_K_M] ? RFK_SET_Q5_K_M : RFK_SET_FUSED;
+}
+static void (*rfk_find_pairs(int set))(rfk_fused_args) {
+    return set == RFK_SET_Q4_K_M   ? rfk_pairs_matvec<RFK_SET_Q4_K_M>
+           : set == RFK_SET_Q5_K_M ? rfk_pairs_matvec<RFK_SET_Q5_K_M>
+           : set == RFK_SET_FUSED  ? rfk_pairs_matvec<RFK_SET_FUSED>
+                                   : rfk_pairs_matvec<RFK_SET_OTHER>;
 }
 #endif
 
@@ -7417,7 +7451,7 @@ template <int WAVE> static void (*rfk_find_rows(bool other))(rfk_few_args) {
 
 #define RFK_DIRECT_TILES(COLS) ((COLS) == 16 ? 2u : 1u) /* of 16 rows, which a block has at a time */
 #if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
-#define RFK_DIRECT_TYPES(X) X(RF_TYPE_Q4_K) X(RF_TYPE_Q6_K)
+#define RFK_DIRECT_TYPES(X) X(RF_TYPE_Q4_K) X(RF_TYPE_Q5_K) X(RF_TYPE_Q6_K) X(RF_TYPE_Q4_0)
 #define RFK_DIRECT_WAVES(COLS) (RFK_FEW_WAVES * RFK_DIRECT_TILES(COLS))
 
 /* What a block's columns, 4, 8 or 16, have for a block of 256 weights. */
@@ -7436,8 +7470,8 @@ template <uint32_t COLS> struct rfk_direct_shared {
 #if RFK_MAY_BE(RFK_MATRIX_SM80)
 
 /* How a wave copies a block of 256 weights of 16 rows to shared memory, and a lane reads its part of four adjacent
- * fragments. K: values of a product; ROW: bytes of a row there; head: scales; loaded: what is kept in registers;
- * get_scales: those of fragment 2 * half + j. */
+ * fragments. K: values of a product, of which a lane has eight ADJACENT ones, or four of each 16; ROW: bytes of a row
+ * there; head: scales; loaded: what is kept in registers; get_scales: those of fragment 2 * half + j. */
 template <int TYPE> struct rfk_direct;
 /* A tile's two halves of eight rows: adjacent, or in a GLU the same rows of its two products. */
 struct rfk_direct_half {
@@ -7455,8 +7489,15 @@ RFK_DEVICE const uint8_t *rfk_direct_from(const rfk_few_args &a, const rfk_direc
     const uint8_t *const from = a.part[low ? at.product[0] : at.product[1]].w.plane[plane];
     return from + (block + (i % 8 < last ? i % 8 : last) * (a.n_in / 256)) * bytes;
 }
-template <> struct rfk_direct<RF_TYPE_Q4_K> {
-    static const int K = 32, ROW = 160; /* bytes: rows of a half wave lie in different banks */
+/* 16 bytes of the lane's row r, behind all rows. */
+template <int ROW> RFK_DEVICE int4 rfk_direct_head(const uint8_t *w, uint32_t r) {
+    return reinterpret_cast<const int4 *>(w + RFK_FEW_ROWS * ROW)[threadIdx.x % 32 / 4 + 8 * r];
+}
+/* Q4_K and Q5_K: a row's fifth bits, quants. */
+template <int TYPE> struct rfk_direct_k {
+    static const bool FIVE = TYPE == RF_TYPE_Q5_K;
+    static const int K = 32, ADJACENT = 1, ROW = 160; /* bytes: rows of a half wave lie in different banks */
+    static const uint32_t BYTES = FIVE ? 176 : 144, QUANTS = FIVE ? 32 : 0;
     struct loaded {};
     struct scales {
         uint32_t scale[2][2], min[2][2]; /* [row] eight of 6 bits, a byte each */
@@ -7466,29 +7507,39 @@ template <> struct rfk_direct<RF_TYPE_Q4_K> {
         const uint32_t lane = threadIdx.x % 32;
         RFK_UNROLL(4)
         for (uint32_t k = 0; k < 4; k++) {
-            const uint32_t row = lane / 8 + 4 * k, part = 16 + lane % 8 * 16;
+            const uint32_t row = lane / 8 + 4 * k, part = QUANTS + lane % 8 * 16;
             rfk_copy16_once(reinterpret_cast<int4 *>(to + row * ROW + part),
-                            rfk_direct_from(a, at, row, 0, 144) + part);
+                            rfk_direct_from(a, at, row, 0, BYTES) + 16 + part);
         }
+        if (FIVE)
+            rfk_copy16_once(reinterpret_cast<int4 *>(to + lane / 2 * ROW + lane % 2 * 16),
+                            rfk_direct_from(a, at, lane / 2, 0, BYTES) + 16 + lane % 2 * 16);
         if (lane < 16)
-            rfk_copy16_once(reinterpret_cast<int4 *>(to + lane * ROW), rfk_direct_from(a, at, lane, 0, 144));
+            rfk_copy16_once(reinterpret_cast<int4 *>(to + RFK_FEW_ROWS * ROW + 16 * lane),
+                            rfk_direct_from(a, at, lane, 0, BYTES));
     }
-    RFK_DEVICE void read_head(const uint8_t *rows, const loaded &, scales &o) {
+    RFK_DEVICE void read_head(const uint8_t *w, const loaded &, scales &o) {
         RFK_UNROLL(2)
         for (int r = 0; r < 2; r++) {
-            const int4 head = *reinterpret_cast<const int4 *>(rows + 8 * r * ROW);
+            const int4 head = rfk_direct_head<ROW>(w, r);
             const uint32_t y = (uint32_t)head.y, z = (uint32_t)head.z, e = (uint32_t)head.w;
             o.scale[r][0] = y & 0x3f3f3f3fu, o.scale[r][1] = (e & 0x0f0f0f0fu) | ((y >> 2) & 0x30303030u);
             o.min[r][0] = z & 0x3f3f3f3fu, o.min[r][1] = ((e >> 4) & 0x0f0f0f0fu) | ((z >> 2) & 0x30303030u);
             o.d[r] = rfk_low_half((uint32_t)head.x), o.m[r] = rfk_high_half((uint32_t)head.x);
         }
     }
-    RFK_DEVICE void unpack(const uint8_t *rows, uint32_t j, int (&a)[4][4]) {
+    RFK_DEVICE void unpack(const uint8_t *w, uint32_t j, int (&a)[4][4]) {
+        const uint32_t quarter = threadIdx.x % 4;
         RFK_UNROLL(2)
         for (int r = 0; r < 2; r++) {
-            const uint2 q = *reinterpret_cast<const uint2 *>(rows + 8 * r * ROW + 16 + 32 * j + 8 * (threadIdx.x % 4));
+            const uint8_t *const row = w + (threadIdx.x % 32 / 4 + 8 * r) * ROW;
+            const uint2 q = *reinterpret_cast<const uint2 *>(row + QUANTS + 32 * j + 8 * quarter);
             a[0][r] = rfk_low4((int)q.x), a[0][2 + r] = rfk_low4((int)q.y);
             a[1][r] = rfk_high4((int)q.x), a[1][2 + r] = rfk_high4((int)q.y);
+            if (!FIVE) continue;
+            const uint32_t bits = *reinterpret_cast<const uint32_t *>(row + 8 * j + quarter / 2 * 4) >> quarter % 2 * 2;
+            rfk_fifth_bits(bits, 0, &a[0][r], &a[1][r]);
+            rfk_fifth_bits(bits, 1, &a[0][2 + r], &a[1][2 + r]);
         }
     }
     RFK_DEVICE void get_scales(const scales &h, bool half, uint32_t j, float (&s)[2][RFK_SCALES]) {
@@ -7502,8 +7553,52 @@ template <> struct rfk_direct<RF_TYPE_Q4_K> {
         }
     }
 };
+template <> struct rfk_direct<RF_TYPE_Q4_K> : rfk_direct_k<RF_TYPE_Q4_K> {};
+template <> struct rfk_direct<RF_TYPE_Q5_K> : rfk_direct_k<RF_TYPE_Q5_K> {};
+template <> struct rfk_direct<RF_TYPE_Q4_0> {
+    static const int K = 32, ADJACENT = 0, ROW = 144; /* rows of a wave lie in different banks */
+    struct loaded {};
+    struct scales {
+        int4 d[2]; /* [row] eight halves */
+    };
+    RFK_DEVICE void copy(const rfk_few_args &a, const rfk_direct_at &at, uint8_t *to, loaded &) {
+        const uint32_t lane = threadIdx.x % 32;
+        RFK_UNROLL(4)
+        for (uint32_t k = 0; k < 4; k++) {
+            const uint32_t row = lane / 8 + 4 * k, part = lane % 8 * 16;
+            rfk_copy16_once(reinterpret_cast<int4 *>(to + row * ROW + part),
+                            rfk_direct_from(a, at, row, 0, 128) + part);
+        }
+        if (lane < 16)
+            rfk_copy16_once(reinterpret_cast<int4 *>(to + RFK_FEW_ROWS * ROW + 16 * lane),
+                            rfk_direct_from(a, at, lane, 1, 16));
+    }
+    RFK_DEVICE void read_head(const uint8_t *w, const loaded &, scales &o) {
+        RFK_UNROLL(2)
+        for (int r = 0; r < 2; r++) o.d[r] = rfk_direct_head<ROW>(w, r);
+    }
+    RFK_DEVICE void unpack(const uint8_t *w, uint32_t j, int (&a)[4][4]) {
+        RFK_UNROLL(2)
+        for (int r = 0; r < 2; r++)
+            RFK_UNROLL(2)
+            for (int i = 0; i < 2; i++) {
+                const int q = *reinterpret_cast<const int *>(w + (threadIdx.x % 32 / 4 + 8 * r) * ROW + 32 * j +
+                                                             16 * i + threadIdx.x % 4 * 4);
+                a[i][r] = rfk_low4(q), a[i][2 + r] = rfk_high4(q);
+            }
+    }
+    RFK_DEVICE void get_scales(const scales &h, bool half, uint32_t j, float (&s)[2][RFK_SCALES]) {
+        RFK_UNROLL(2)
+        for (int r = 0; r < 2; r++) {
+            int words[4];
+            rfk_words(h.d[r], words);
+            const uint32_t d = (uint32_t)(half ? words[2 + j] : words[j]);
+            s[r][0] = rfk_low_half(d), s[r][1] = rfk_high_half(d);
+        }
+    }
+};
 template <> struct rfk_direct<RF_TYPE_Q6_K> {
-    static const int K = 16, ROW = 208; /* low, high, scales */
+    static const int K = 16, ADJACENT = 0, ROW = 208; /* low, high, scales */
     struct loaded {
         uint32_t d[2];
     };
@@ -7530,17 +7625,17 @@ template <> struct rfk_direct<RF_TYPE_Q6_K> {
         RFK_UNROLL(2)
         for (uint32_t r = 0; r < 2; r++) ahead.d[r] = rfk_load2(rfk_direct_from(a, at, lane / 4 + 8 * r, 3, 2));
     }
-    RFK_DEVICE void read_head(const uint8_t *rows, const loaded &w, scales &o) {
+    RFK_DEVICE void read_head(const uint8_t *w, const loaded &loaded, scales &o) {
         RFK_UNROLL(2)
         for (int r = 0; r < 2; r++) {
-            o.scale[r] = *reinterpret_cast<const int4 *>(rows + 8 * r * ROW + 192);
-            o.d[r] = rfk_low_half(w.d[r]);
+            o.scale[r] = *reinterpret_cast<const int4 *>(w + (threadIdx.x % 32 / 4 + 8 * r) * ROW + 192);
+            o.d[r] = rfk_low_half(loaded.d[r]);
         }
     }
-    RFK_DEVICE void unpack(const uint8_t *rows, uint32_t j, int (&a)[4][4]) {
+    RFK_DEVICE void unpack(const uint8_t *w, uint32_t j, int (&a)[4][4]) {
         RFK_UNROLL(2)
         for (int r = 0; r < 2; r++) {
-            const uint8_t *row = rows + 8 * r * ROW + 4 * (threadIdx.x % 4);
+            const uint8_t *const row = w + (threadIdx.x % 32 / 4 + 8 * r) * ROW + 4 * (threadIdx.x % 4);
             const uint32_t high = *reinterpret_cast<const uint32_t *>(row + 128 + 16 * j);
             uint32_t low[2];
             low[0] = *reinterpret_cast<const uint32_t *>(row + j / 2 * 64 + j % 2 * 16);
@@ -7659,15 +7754,20 @@ RFK_DEVICE void rfk_direct_fragment(const rfk_direct_x<COLS> &in, uint32_t eight
                        piece = rfk_fragment_piece<TYPE, 32>(made, i * (D::K / 16), 0);
         int start[2] = {RFK_DOT_START, RFK_DOT_START}, b[2] = {0, 0};
         if (offset) {
-            const float2 sums = *reinterpret_cast<const float2 *>(&in.sum[piece][to]);
+            float2 sums = *reinterpret_cast<const float2 *>(&in.sum[piece][to]);
+            if (D::K == 32) {
+                const float2 more = *reinterpret_cast<const float2 *>(&in.sum[piece + 1][to]);
+                sums.x += more.x, sums.y += more.y; /* integers: exact */
+            }
             start[0] = (int)rfk_as_bits(rfk_fma(sums.x, -(float)rfk_format<TYPE>::OFFSET, 12582912.0f));
             start[1] = (int)rfk_as_bits(rfk_fma(sums.y, -(float)rfk_format<TYPE>::OFFSET, 12582912.0f));
         }
-        if (D::K == 32) {
+        if (D::ADJACENT) {
             const uint2 two = reinterpret_cast<const uint2 *>(&in.q[from + quarter / 2][col])[quarter % 2];
             b[0] = (int)two.x, b[1] = (int)two.y;
         } else {
             b[0] = reinterpret_cast<const int *>(&in.q[from][col])[quarter];
+            if (D::K == 32) b[1] = reinterpret_cast<const int *>(&in.q[from + 1][col])[quarter];
         }
         if (both) rfk_mma_both<D::K>(w[0][i], w[1][i], b, low, start, dots[i]);
         else rfk_mma_direct<D::K>(w[0][i], b, start, dots[i]);
@@ -7691,17 +7791,17 @@ RFK_DEVICE void rfk_direct_fragment(const rfk_direct_x<COLS> &in, uint32_t eight
 
 /* Add the products of a block. */
 template <int TYPE, uint32_t COLS>
-RFK_DEVICE void rfk_direct_block(const uint8_t *rows, const typename rfk_direct<TYPE>::loaded &loaded,
+RFK_DEVICE void rfk_direct_block(const uint8_t *w, const typename rfk_direct<TYPE>::loaded &loaded,
                                  const rfk_direct_x<COLS> &x, rfk_direct_sums<COLS> &sum) {
     typedef rfk_direct<TYPE> D;
     typename D::scales head;
-    D::read_head(rows, loaded, head);
+    D::read_head(w, loaded, head);
     RFK_UNROLL(4)
     for (uint32_t j = 0; j < (COLS == 4 ? 2u : 4u); j++) {
         int q[2][4][4];
         float scale[2][RFK_SCALES];
-        D::unpack(rows, j, q[0]);
-        if (COLS == 4) D::unpack(rows, j + 2, q[1]);
+        D::unpack(w, j, q[0]);
+        if (COLS == 4) D::unpack(w, j + 2, q[1]);
         D::get_scales(head, COLS == 4 ? threadIdx.x % 4 >= 2 : j >= 2, j % 2, scale);
         RFK_UNROLL(2)
         for (uint32_t k = 0; k < (COLS == 4 ? 1 : COLS / 8); k++)
@@ -7814,12 +7914,11 @@ RFK_DEVICE void rfk_copy_next(const rfk_few_args &a, rfk_direct_cursor &c, uint8
  * that is two blocks at most. */
 template <int TYPE, uint32_t COLS>
 RFK_DEVICE uint32_t rfk_direct_tiles(const rfk_few_args &a, uint32_t t, rfk_direct_shared<COLS> &s) {
-    typedef rfk_direct<TYPE> D;
-    const uint32_t lane = threadIdx.x % 32, wave = threadIdx.x / 32 % RFK_FEW_WAVES, n_blocks = a.n_in / 256;
+    const uint32_t wave = threadIdx.x / 32 % RFK_FEW_WAVES, n_blocks = a.n_in / 256;
     uint8_t(&w)[2][RFK_FEW_ROWS * 208] = s.w[threadIdx.x / 32];
     const bool stays = n_blocks <= 2 * RFK_FEW_WAVES;
     rfk_direct_cursor ahead;
-    typename D::loaded now, next;
+    typename rfk_direct<TYPE>::loaded now, next;
     ahead.t = t;
     rfk_begin_copies<TYPE, COLS>(a, ahead);
     rfk_copy_next<TYPE, COLS>(a, ahead, w[0], now);
@@ -7839,7 +7938,7 @@ RFK_DEVICE uint32_t rfk_direct_tiles(const rfk_few_args &a, uint32_t t, rfk_dire
         for (uint32_t block = wave; block < n_blocks; block += RFK_FEW_WAVES, turn ^= 1) {
             rfk_wait_copies_but_one();
             rfk_sync_direct<COLS>(!stays || t == first);
-            rfk_direct_block<TYPE>(w[turn] + lane / 4 * D::ROW, now, s.x[wave][stays ? block / RFK_FEW_WAVES : turn],
+            rfk_direct_block<TYPE>(w[turn], now, s.x[wave][stays ? block / RFK_FEW_WAVES : turn],
                                    sum);
             rfk_sync_direct<COLS>(!stays); /* copies go where this block's is */
             now = next;
@@ -7856,7 +7955,7 @@ RFK_DEVICE uint32_t rfk_direct_tiles(const rfk_few_args &a, uint32_t t, rfk_dire
 /* rfk_few for types that have rfk_direct. All blocks are on the GPU at once. COLS: 4, 8 or 16 columns a block.
  *   grid [blocks of columns, blocks]   block 8 or 16 waves   LDS 78, 104 or 224 KiB   reads W once, and from cache for
  *   further columns */
-template <uint32_t COLS>
+template <uint32_t COLS, int SET>
 static __global__ void RFK_RESIDENT(RFK_DIRECT_WAVES(COLS) * 32, COLS == 16 ? 1 : 2) rfk_few_direct(rfk_few_args a) {
 #if RFK_MAY_BE(RFK_MATRIX_SM80)
     if (!RFK_RUNS_WAVE(32)) return;
@@ -7865,7 +7964,7 @@ static __global__ void RFK_RESIDENT(RFK_DIRECT_WAVES(COLS) * 32, COLS == 16 ? 1 
     rfk_direct_place place;
 #define RFK_DIRECT_CASE(TYPE) \
     case TYPE: \
-        if (rfk_built<TYPE>::is) t = rfk_direct_tiles<TYPE, COLS>(a, t, *s); \
+        if (rfk_built<TYPE>::is && rfk_is_in(SET, TYPE)) t = rfk_direct_tiles<TYPE, COLS>(a, t, *s); \
         break;
     for (uint32_t t = 0; rfk_find_direct<COLS>(a, t, place);)
         switch (a.part[place.which].type) {
@@ -7875,6 +7974,13 @@ static __global__ void RFK_RESIDENT(RFK_DIRECT_WAVES(COLS) * 32, COLS == 16 ? 1 
 #undef RFK_DIRECT_CASE
     if (a.norm_out && blockIdx.y == 0) rfk_few_norm_out(a, blockIdx.x * COLS, COLS, s->factor);
 #endif
+}
+template <int SET> static void (*rfk_direct_kernel_of(uint32_t cols))(rfk_few_args) {
+    return cols == 16 ? rfk_few_direct<16, SET> : cols == 8 ? rfk_few_direct<8, SET> : rfk_few_direct<4, SET>;
+}
+static void (*rfk_direct_kernel(int set, uint32_t cols))(rfk_few_args) {
+    if (set == RFK_SET_Q4_K_M) return rfk_direct_kernel_of<RFK_SET_Q4_K_M>(cols);
+    return rfk_direct_kernel_of<RFK_SET_FUSED>(cols);
 }
 #endif
 
@@ -13517,20 +13623,24 @@ static void rfk_allow_kernels(rf_dev *d) {
     rfk_scope scope(d->index); /* attributes belong to the current device */
     cudaFuncAttributes kernel;
     int value = 0;
+    const void *const matvec = (const void *)rfk_fused_matvec<32, 1, false>;
     memset(&kernel, 0, sizeof kernel);
-    const void *rows[4] = {
-        (const void *)rfk_fused_matvec<32, 1, false>, (const void *)rfk_pairs_matvec<RFK_PAIRS_Q4_K_M>,
-        (const void *)rfk_pairs_matvec<RFK_PAIRS_FUSED>, (const void *)rfk_pairs_matvec<RFK_PAIRS_OTHER>};
     /* griddepcontrol is in code for sm_90 and later */
-    d->early = cudaFuncGetAttributes(&kernel, rows[0]) == cudaSuccess && kernel.ptxVersion >= 90;
+    d->early = cudaFuncGetAttributes(&kernel, matvec) == cudaSuccess && kernel.ptxVersion >= 90;
     d->clusters =
         d->early && cudaDeviceGetAttribute(&value, cudaDevAttrClusterLaunch, d->index) == cudaSuccess && value;
-    for (int i = 0; i < 4; i++) (void)rfk_allow_memory(rows[i], RFK_MAX_COLUMN / 64 * 96 + RFK_MAX_GRID);
-    if (d->direct == 16 && !rfk_allow_memory((const void *)rfk_few_direct<16>, sizeof(rfk_direct_shared<16>)))
-        d->direct = 8;
-    if (!rfk_allow_memory((const void *)rfk_few_direct<8>, sizeof(rfk_direct_shared<8>)) ||
-        !rfk_allow_memory((const void *)rfk_few_direct<4>, sizeof(rfk_direct_shared<4>)))
-        d->direct = 0;
+    (void)rfk_allow_memory(matvec, RFK_MAX_COLUMN / 64 * 96 + RFK_MAX_GRID);
+    for (int set = 0; set <= RFK_SET_OTHER; set++)
+        (void)rfk_allow_memory((const void *)rfk_find_pairs(set), RFK_MAX_COLUMN / 64 * 96 + RFK_MAX_GRID);
+    const int sets[2] = {RFK_SET_Q4_K_M, RFK_SET_FUSED};
+    for (int i = 0; i < 2; i++) {
+        if (d->direct == 16 &&
+            !rfk_allow_memory((const void *)rfk_direct_kernel(sets[i], 16), sizeof(rfk_direct_shared<16>)))
+            d->direct = 8;
+        if (!rfk_allow_memory((const void *)rfk_direct_kernel(sets[i], 8), sizeof(rfk_direct_shared<8>)) ||
+            !rfk_allow_memory((const void *)rfk_direct_kernel(sets[i], 4), sizeof(rfk_direct_shared<4>)))
+            d->direct = 0;
+    }
     for (int i = 0; i < 2; i++)
         (void)rfk_allow_memory((const void *)rfk_find_rows<32>(i != 0), d->shared_bytes - 1024);
     for (uint32_t i = 0; i < 9; i++) /* types of caches, by queries of a column */
@@ -14811,7 +14921,8 @@ static bool rfk_takes_direct(const rf_prepared *p, uint32_t i, uint32_t count) {
     const rf_plan *plan = p->plan;
 #define RFK_DIRECT_CASE(TYPE) || plan->weights[plan->ops[k].weight].type == TYPE
     takes = p->dev->direct != 0;
-    for (uint32_t k = i; k < i + count; k++) takes = takes && (false RFK_DIRECT_TYPES(RFK_DIRECT_CASE));
+    for (uint32_t k = i; k < i + count; k++)
+        takes = takes && plan->ops[k].matmul.n_in % 256 == 0 && (false RFK_DIRECT_TYPES(RFK_DIRECT_CASE));
 #undef RFK_DIRECT_CASE
 #else
     (void)p, (void)i, (void)count;
@@ -16568,22 +16679,12 @@ static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
                          : direct == 8 ? sizeof(rfk_direct_shared<8>)
                                        : sizeof(rfk_direct_shared<4>);
         return rfk_enqueue_config(
-            l, direct == 16 ? rfk_few_direct<16> : direct == 8 ? rfk_few_direct<8> : rfk_few_direct<4>, c, a);
+            l, rfk_direct_kernel(rfk_set_of(a.part), direct), c, a);
     }
 #endif
     return rfk_enqueue_config(l, RFK_BY_WAVE(l, rfk_find_few<32>(other, a.n_cols), rfk_find_few<64>(other, a.n_cols)),
                               c, a);
 }
-
-#if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
-/* Whether all products of a launch have the types of rfk_pairs_matvec<RFK_PAIRS_Q4_K_M>. */
-static bool rfk_is_q4_k_m(const rfk_product *part) {
-    bool is = true;
-    for (uint32_t i = 0, from = 0; i < RFK_PRODUCTS; from = part[i++].end_block)
-        if (part[i].end_block > from) is = is && RFK_IS_Q4_K_M(part[i].type);
-    return is;
-}
-#endif
 
 static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     rf_prepared *p = l->p;
@@ -16632,9 +16733,7 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
                     rfk_find_fused_matvec<64>(other, config->in_flight));
 #if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
     if (pairs)
-        kernel = other ? rfk_pairs_matvec<RFK_PAIRS_OTHER>
-                 : rfk_is_q4_k_m(a.part) ? rfk_pairs_matvec<RFK_PAIRS_Q4_K_M>
-                                         : rfk_pairs_matvec<RFK_PAIRS_FUSED>;
+        kernel = rfk_find_pairs(other ? RFK_SET_OTHER : rfk_set_of(a.part));
 #endif
     return rfk_enqueue_config(l, kernel, c, a);
 }
