@@ -7217,7 +7217,7 @@ RFK_DEVICE void rfk_few_norm_out(const rfk_few_args &a, uint32_t col0, uint32_t 
 
 /* ---- up to four columns, by dot products ----
  * For types that rfk_few_direct does not have, and up to three columns in plans where no room is made for its blocks
- * (rfk_find_direct_plan). As the fused matvec: a wave has a row, its lanes fragments, which they unpack once and
+ * (rfk_find_plan_way). As the fused matvec: a wave has a row, its lanes fragments, which they unpack once and
  * multiply by each column. */
 
 #define RFK_ROWS_MAX 4u     /* columns: eight took longer, for a few as for eight */
@@ -7235,16 +7235,16 @@ RFK_DEVICE void rfk_few_norm_out(const rfk_few_args &a, uint32_t col0, uint32_t 
 #else
 #define RFK_ROWS_GROUPS 1u
 #endif
-/* Types without a grid that have code of their own on NVIDIA, for up to 16 columns: 8B MXFP4 on an H200, 2, 4, 8 and 16
- * rows 3.74, 4.47, 5.96, 7.68 -> 2.67, 3.15, 4.82, 5.97 ms. */
+/* Types without a grid that have code of their own here on NVIDIA: 8B MXFP4 on an H200, 2 and 4 rows 3.74 and 4.47 ->
+ * 2.67 and 3.15 ms. */
 #if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
-#define RFK_FEW_ONE_TYPES(X) \
+#define RFK_ROWS_ONE_TYPES(X) \
     X(RF_TYPE_IQ4_NL) X(RF_TYPE_IQ4_XS) X(RF_TYPE_MXFP4) X(RF_TYPE_NVFP4) X(RF_TYPE_Q3_K) X(RF_TYPE_Q2_K)
 #else
-#define RFK_FEW_ONE_TYPES(X)
+#define RFK_ROWS_ONE_TYPES(X)
 #endif
 /* The type, if waves of this size may have such code, else RFK_OTHER: emulated waves of 64 run what AMD's run. */
-template <int WAVE> RFK_DEVICE uint32_t rfk_few_type(uint32_t type) { return WAVE == 32 ? type : (uint32_t)RFK_OTHER; }
+template <int WAVE> RFK_DEVICE uint32_t rfk_rows_type(uint32_t type) { return WAVE == 32 ? type : (uint32_t)RFK_OTHER; }
 struct rfk_rows_shared {
     float factors[RFK_ROWS_MAX]; /* as in rfk_few_shared */
 };
@@ -7418,8 +7418,8 @@ static __global__ void RFK_RESIDENT(RFK_ROWS_BLOCK, RFK_ROWS_RESIDENT) rfk_rows(
             RFK_GRID_TYPES(RFK_ROWS_ONE_CASE)
         default: break;
         }
-        switch (rfk_few_type<WAVE>(p.type)) {
-            RFK_FEW_ONE_TYPES(RFK_ROWS_ONE_CASE)
+        switch (rfk_rows_type<WAVE>(p.type)) {
+            RFK_ROWS_ONE_TYPES(RFK_ROWS_ONE_CASE)
         default: break;
         }
 #undef RFK_ROWS_ONE_CASE
@@ -7839,8 +7839,7 @@ RFK_DEVICE void rfk_begin_direct(const rfk_few_args &a, const rfk_direct_place &
 }
 
 /* A result of tile t: the sum of its waves' sums. */
-template <uint32_t COLS>
-RFK_DEVICE float rfk_direct_result(const rfk_direct_shared<COLS> &s, uint32_t t, uint32_t i) {
+template <class S> RFK_DEVICE float rfk_direct_result(const S &s, uint32_t t, uint32_t i) {
     float v[RFK_FEW_WAVES];
     RFK_UNROLL(8)
     for (uint32_t k = 0; k < RFK_FEW_WAVES; k++) v[k] = s.sum[t % 2][threadIdx.x / 256 * RFK_FEW_WAVES + k][i];
@@ -7849,9 +7848,9 @@ RFK_DEVICE float rfk_direct_result(const rfk_direct_shared<COLS> &s, uint32_t t,
 
 /* Add up a tile's sums, and store its results. Ends before other waves' sums of this tile are overwritten: the next
  * tile's go elsewhere. */
-template <uint32_t COLS>
+template <uint32_t COLS, class S>
 RFK_DEVICE void rfk_end_direct(const rfk_few_args &a, const rfk_direct_place &place, const rfk_direct_sums<COLS> &sum,
-                               uint32_t t, rfk_direct_shared<COLS> &s) {
+                               uint32_t t, S &s) {
     const uint32_t lane = threadIdx.x % 32, wave = threadIdx.x / 32, N = COLS == 4 ? 4 : 8;
     RFK_UNROLL(8)
     for (uint32_t k = 0; k < (COLS == 4 ? 4 : COLS / 2); k++) {
@@ -7982,6 +7981,341 @@ static void (*rfk_direct_kernel(int set, uint32_t cols))(rfk_few_args) {
     if (set == RFK_SET_Q4_K_M) return rfk_direct_kernel_of<RFK_SET_Q4_K_M>(cols);
     return rfk_direct_kernel_of<RFK_SET_FUSED>(cols);
 }
+
+/* ---- weights unpacked to shared memory, then mma.sync ----
+ * As rfk_few_direct, for the other types: a lane unpacks whole fragments and stores their bytes in shared memory, where
+ * the lanes of a product find theirs. A wave has a chunk at a time, the four adjacent fragments of its lanes in the
+ * fused matvec, of 16 rows: two fragments a lane. Those of the next chunks are on their way to registers meanwhile.
+ * 8B on an H200, 8 and 16 rows (rfk_few before): MXFP4 4.85, 6.04 -> 3.41, 4.87 ms, IQ3_S 7.32, 9.39 -> 4.30, 5.74. */
+
+#define RFK_STAGED_TYPES(X) X(RF_TYPE_Q8_0) X(RF_TYPE_Q4_1) X(RF_TYPE_Q5_0) X(RF_TYPE_Q5_1)
+#define RFK_STAGED_ONE_TYPES(X) RFK_OTHER32_TYPES(X) RFK_OTHER16_TYPES(X) X(RF_TYPE_Q2_K)
+#define RFK_STAGED_MAX(type) ((type) == RF_TYPE_Q8_0 ? 8u : 16u) /* columns: with more rfk_few is faster */
+
+template <uint32_t COLS> struct rfk_staged_shared {
+    rfk_direct_x<COLS> x[RFK_FEW_WAVES][2];
+    int4 w[RFK_DIRECT_WAVES(COLS)][RFK_FEW_ROWS * 17];
+    float scale[RFK_DIRECT_WAVES(COLS)][RFK_FEW_ROWS * 4][4]; /* [row][fragment] */
+    float sum[2][RFK_DIRECT_WAVES(COLS)][COLS * RFK_FEW_ROWS];
+    float factor[COLS];
+};
+#if RFK_MAY_BE(RFK_MATRIX_SM80)
+
+/* How fragments are read here: as rfk_fragments, those of Q8_0 in halves, which need half of the registers. */
+template <int TYPE> struct rfk_staged_fragments : rfk_fragments<TYPE> {
+    static const uint32_t PARTS = 1;
+};
+template <> struct rfk_staged_fragments<RF_TYPE_Q8_0> {
+    typedef rfk_fragments<RF_TYPE_Q8_0> whole;
+    static const uint32_t PARTS = 2;
+    static const int VALUES = 32, DOTS = 2, ORDER = whole::ORDER;
+    struct loaded {
+        int4 q[2];
+        uint32_t d[2];
+    };
+    template <int WAVE> RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_fragment_at &at) {
+        whole::template begin<WAVE>(row, n_in, lane, at);
+        at.o[3] = 0; /* which half */
+    }
+    RFK_DEVICE void fetch(const rfk_weight &weight, const rfk_fragment_at &at, loaded &o) {
+        const rfk_weight_once w = rfk_read_once(weight);
+        RFK_UNROLL(2)
+        for (uint32_t k = 0; k < 2; k++) {
+            const uint32_t piece = at.o[0] + (2 * at.o[3] + k) * at.o[2];
+            o.q[k] = rfk_load16(w.plane[0] + piece * 16);
+            o.d[k] = rfk_load2(w.plane[1] + piece / 2 * 2);
+        }
+    }
+    template <int WAVE> RFK_DEVICE void next(rfk_fragment_at &at) {
+        at.o[3] ^= 1;
+        if (!at.o[3]) whole::template next<WAVE>(at);
+    }
+    RFK_DEVICE void unpack(const loaded &w, uint32_t, rfk_fragment_weights &o) {
+        RFK_UNROLL(2)
+        for (int k = 0; k < 2; k++) rfk_words(w.q[k], o.q + 4 * k), o.s[k] = rfk_low_half(w.d[k]);
+    }
+    RFK_DEVICE float join(const float *s, const float *dots, const rfk_fragment_scales &x, float total) {
+        return rfk_fma(rfk_mul(s[1], x.d[1]), dots[1], rfk_fma(rfk_mul(s[0], x.d[0]), dots[0], total));
+    }
+};
+/* PIECES: of 16 values in a fragment; PITCH: 16-byte words from row to row in shared memory, so that rows lie in
+ * different banks; RING: chunks that there is room for in the wave's x; LOADS: chunks in registers on their way; DOTS:
+ * products of K values. */
+template <int TYPE> struct rfk_staged {
+    typedef rfk_staged_fragments<TYPE> F;
+    static const bool UNITS = TYPE > RFK_OTHER;
+    static const int OF = UNITS ? TYPE - RFK_ONE(0) : TYPE;
+    static const bool IS_Q2 = UNITS && OF == RF_TYPE_Q2_K, ONE_DOT = UNITS && rfk_has_one_dot((uint32_t)OF),
+                      STRIDED = F::ORDER == RFK_ORDER_STRIDED;
+    static const uint32_t PIECES = F::VALUES / 16, PITCH = 4 * PIECES + 1, RING = 8 / PIECES, LOADS = 4 / PIECES;
+    static const int K = ONE_DOT || (!UNITS && !STRIDED) ? 32 : 16, DOTS = ONE_DOT ? 1 : 2;
+    /* How many chunks the wave has. */
+    RFK_DEVICE uint32_t chunks(uint32_t n_in, uint32_t wave) {
+        const uint32_t n = n_in / F::VALUES / F::PARTS;
+        return n > 4 * wave ? (n - 4 * wave + 31) / 32 * F::PARTS : 0;
+    }
+    /* Where piece i of the chunk's fragment j is among the chunk's pieces of x. */
+    RFK_DEVICE uint32_t place(uint32_t j, uint32_t i) { return STRIDED ? 4 * i + j : PIECES * j + i; }
+    /* The piece of x that is at place `at` of the wave's chunk m. */
+    RFK_DEVICE uint32_t piece(uint32_t n_in, uint32_t wave, uint32_t m, uint32_t at) {
+        const uint32_t j = STRIDED ? at % 4 : at / PIECES, i = STRIDED ? at / 4 : at % PIECES;
+        return rfk_fragment_piece<TYPE, 32>(m / F::PARTS * 32 + 4 * wave + j, m % F::PARTS * PIECES + i,
+                                            n_in / F::VALUES / F::PARTS);
+    }
+};
+/* Unpack a fragment, by the grid in shared memory if its type has one. */
+template <int TYPE, int GRID> struct rfk_unpack_bytes : rfk_unpack_by<TYPE, GRID> {};
+template <int TYPE> struct rfk_unpack_bytes<TYPE, RF_TYPE_F32> {
+    RFK_DEVICE void run(const typename rfk_staged_fragments<TYPE>::loaded &raw, uint32_t lane, const uint32_t *,
+                        rfk_fragment_weights &w) {
+        rfk_staged_fragments<TYPE>::unpack(raw, lane, w);
+    }
+};
+
+/* Copy what the columns have for the wave's chunk m to a place of its ring; of 16 columns, the waves of each tile copy
+ * eight. */
+template <int TYPE, uint32_t COLS>
+RFK_DEVICE void rfk_staged_copy(const rfk_few_args &a, uint32_t m, rfk_direct_x<COLS> (&x)[2], uint32_t slot) {
+    typedef rfk_staged<TYPE> D;
+    const uint32_t lane = threadIdx.x % 32, wave = threadIdx.x / 32 % RFK_FEW_WAVES,
+                   into = COLS == 16 ? threadIdx.x / 256 * 8 : 0, col = blockIdx.x * COLS + into,
+                   piece0 = slot % (D::RING / 2) * 4 * D::PIECES, two = lane / 2, four = lane % 2 * 4;
+    const size_t tile = col / RFK_FEW_ROWS * (size_t)a.n_in, in = col % RFK_FEW_ROWS;
+    rfk_direct_x<COLS> &to = x[slot / (D::RING / 2)];
+    RFK_UNROLL(4)
+    for (uint32_t k = 0; k < D::PIECES; k++) {
+        const uint32_t at = lane / 8 + 4 * k;
+        rfk_copy16(&to.q[piece0 + at][into + lane % 8],
+                   a.x.q + tile + D::piece(a.n_in, wave, m, at) * RFK_FEW_ROWS + in + lane % 8);
+    }
+    if (two < 2 * D::PIECES) {
+        const float *const d =
+            rfk_few_d(a.x) + tile / 2 + D::piece(a.n_in, wave, m, 2 * two) / 2 * RFK_FEW_ROWS + in + four;
+        rfk_copy16(reinterpret_cast<int4 *>(&to.d[piece0 / 2 + two][into + four]), reinterpret_cast<const int4 *>(d));
+        if (rfk_format<TYPE>::HAS_MIN)
+            rfk_copy16(reinterpret_cast<int4 *>(&to.sum[piece0 / 2 + two][into + four]),
+                       reinterpret_cast<const int4 *>(d + a.x.capacity / 32));
+    }
+    if (D::IS_Q2 && two < 4 * D::PIECES) {
+        const float *const sum = rfk_few_sum(a.x) + tile + D::piece(a.n_in, wave, m, two) * RFK_FEW_ROWS + in + four;
+        rfk_copy16(reinterpret_cast<int4 *>(&to.sum[piece0 + two][into + four]), reinterpret_cast<const int4 *>(sum));
+    }
+}
+
+/* What a lane loads next: two fragments of the wave's chunk m of tile t. RF_NONE: there is no such tile. */
+struct rfk_staged_cursor {
+    rfk_fragment_at at[2];
+    uint32_t product[2], t, m;
+};
+template <int TYPE, uint32_t COLS> RFK_DEVICE void rfk_begin_staged(const rfk_few_args &a, rfk_staged_cursor &c) {
+    const uint32_t lane = threadIdx.x % 32, wave = threadIdx.x / 32 % RFK_FEW_WAVES;
+    rfk_direct_place place = {0, 0};
+    c.m = RF_NONE;
+    if (!rfk_find_direct<COLS>(a, c.t, place)) return;
+    c.m = 0;
+    RFK_UNROLL(2)
+    for (uint32_t h = 0; h < 2; h++) {
+        const uint32_t last = a.part[place.which].n_out - 1, row = place.row0 + (a.glu ? 0 : 8 * h) + lane / 4;
+        c.product[h] = a.glu ? h : place.which;
+        rfk_staged_fragments<TYPE>::template begin<32>(a.part[c.product[h]].row0 + (row < last ? row : last), a.n_in,
+                                                       4 * wave + lane % 4, c.at[h]);
+    }
+}
+/* Load them, and go to the next chunk of the wave's n, after the tile's last to the next tile. A tile takes a multiple
+ * of LOADS turns. */
+template <int TYPE, uint32_t COLS>
+RFK_DEVICE void rfk_load_staged(const rfk_few_args &a, uint32_t n, rfk_staged_cursor &c,
+                                typename rfk_staged_fragments<TYPE>::loaded (&raw)[2]) {
+    typedef rfk_staged<TYPE> D;
+    if (c.m == RF_NONE) return;
+    RFK_UNROLL(2)
+    for (uint32_t h = 0; h < 2 && c.m < n; h++) {
+        D::F::fetch(a.part[c.product[h]].w, c.at[h], raw[h]);
+        D::F::template next<32>(c.at[h]);
+    }
+    c.m++;
+    if (c.m < n || c.m % D::LOADS) return;
+    c.t++;
+    rfk_begin_staged<TYPE, COLS>(a, c);
+}
+
+/* Store a fragment's bytes and scales: row and fragment as `k` = 4 * row + fragment. */
+template <int TYPE>
+RFK_DEVICE void rfk_store_staged(const typename rfk_staged_fragments<TYPE>::loaded &raw, uint32_t lane,
+                                 const uint32_t *grid, uint32_t k, int4 *w, float (*scale)[4]) {
+    typedef rfk_staged<TYPE> D;
+    const int offset = rfk_format<TYPE>::OFFSET;
+    rfk_fragment_weights o;
+    rfk_unpack_bytes<TYPE, rfk_grid_of<TYPE>::IS>::run(raw, lane, grid, o);
+    RFK_UNROLL(4)
+    for (uint32_t i = 0; i < D::PIECES; i++) {
+        int4 v;
+        v.x = o.q[4 * i], v.y = o.q[4 * i + 1], v.z = o.q[4 * i + 2], v.w = o.q[4 * i + 3];
+        if (offset) {
+            v.x = rfk_subtract4(v.x, offset), v.y = rfk_subtract4(v.y, offset);
+            v.z = rfk_subtract4(v.z, offset), v.w = rfk_subtract4(v.w, offset);
+        }
+        w[k / 4 * D::PITCH + k % 4 * D::PIECES + i] = v;
+    }
+    float4 s;
+    s.x = o.s[0], s.y = o.s[1], s.z = o.s[2], s.w = o.s[3];
+    *reinterpret_cast<float4 *>(scale[k]) = s;
+}
+
+/* A lane's part of a fragment, and its scales in the lane's two rows. */
+struct rfk_staged_part {
+    int q[4][4]; /* [product] */
+    float s[2][RFK_SCALES];
+};
+/* Add the products of fragment j of a chunk and eight columns to the lane's results. */
+template <int TYPE, uint32_t COLS>
+RFK_DEVICE void rfk_staged_fragment(const rfk_direct_x<COLS> &x, uint32_t piece0, uint32_t eight, uint32_t j,
+                                    const rfk_staged_part &w, float (&sum)[4]) {
+    typedef rfk_staged<TYPE> D;
+    const uint32_t lane = threadIdx.x % 32, quarter = lane % 4, col = 8 * eight + lane / 4,
+                   to = 8 * eight + quarter * 2;
+    const bool has_min = rfk_format<TYPE>::HAS_MIN != 0;
+    const int start[2] = {RFK_DOT_START, RFK_DOT_START};
+    int dots[D::DOTS][4];
+    float2 d[4], e[4];
+    RFK_UNROLL(4)
+    for (uint32_t i = 0; i < (uint32_t)D::DOTS; i++) {
+        const uint32_t per = D::K / 16, at = piece0 + D::place(j, i * per);
+        int b[2] = {reinterpret_cast<const int *>(&x.q[at][col])[quarter], 0};
+        if (per == 2) b[1] = reinterpret_cast<const int *>(&x.q[piece0 + D::place(j, i * per + 1)][col])[quarter];
+        rfk_mma_direct<D::K>(w.q[i], b, start, dots[i]);
+        d[i] = *reinterpret_cast<const float2 *>(&x.d[at / 2][to]);
+        if (has_min) e[i] = *reinterpret_cast<const float2 *>(&x.sum[at / 2][to]);
+        if (D::IS_Q2) e[i] = *reinterpret_cast<const float2 *>(&x.sum[at][to]);
+    }
+    RFK_UNROLL(4)
+    for (int i = 0; i < 4; i++) {
+        rfk_fragment_scales of;
+        float values[4] = {0, 0, 0, 0};
+        of.sums[0] = of.sums[1] = 0;
+        RFK_UNROLL(4)
+        for (int k = 0; k < D::DOTS; k++) {
+            of.d[k] = i % 2 ? d[k].y : d[k].x;
+            if (has_min || D::IS_Q2) of.sums[k % 2] = i % 2 ? e[k].y : e[k].x;
+            values[k] = rfk_dot_to_float(dots[k][i]);
+        }
+        if (D::ONE_DOT) sum[i] = rfk_fma(of.d[0], rfk_mul(w.s[i / 2][1], values[0]), sum[i]); /* join with one sum */
+        else sum[i] = D::F::join(w.s[i / 2], values, of, sum[i]);
+    }
+}
+
+/* Add the products of a chunk. */
+template <int TYPE, uint32_t COLS>
+RFK_DEVICE void rfk_staged_chunk(const rfk_direct_x<COLS> &x, uint32_t piece0, const int4 *w, const float (*scale)[4],
+                                 rfk_direct_sums<COLS> &sum) {
+    typedef rfk_staged<TYPE> D;
+    const uint32_t lane = threadIdx.x % 32;
+    RFK_UNROLL(4)
+    for (uint32_t j = 0; j < 4; j++) {
+        rfk_staged_part part;
+        RFK_UNROLL(2)
+        for (uint32_t r = 0; r < 2; r++) {
+            const uint32_t row = lane / 4 + 8 * r;
+            const int *const from = reinterpret_cast<const int *>(w + row * D::PITCH + j * D::PIECES) + lane % 4;
+            RFK_UNROLL(4)
+            for (uint32_t i = 0; i < D::PIECES; i++) /* of K = 32 two pieces are one operand */
+                part.q[D::K == 32 ? i / 2 : i][D::K == 32 ? i % 2 * 2 + r : r] = from[4 * i];
+            const float4 four = *reinterpret_cast<const float4 *>(scale[4 * row + j]);
+            float *const s = part.s[r];
+            s[0] = four.x, s[1] = four.y, s[2] = four.z, s[3] = four.w, s[4] = 0;
+        }
+        RFK_UNROLL(2)
+        for (uint32_t k = 0; k < COLS / 8; k++) rfk_staged_fragment<TYPE>(x, piece0, k, j, part, sum.of[k][j]);
+    }
+}
+
+/* A block's tiles, as rfk_direct_tiles. What the columns have for a wave's chunks is copied once if its ring holds it
+ * all. */
+template <int TYPE, uint32_t COLS>
+RFK_DEVICE void rfk_staged_tiles(const rfk_few_args &a, rfk_staged_shared<COLS> &s, uint32_t *grid) {
+    typedef rfk_staged<TYPE> D;
+    const uint32_t lane = threadIdx.x % 32, wave = threadIdx.x / 32 % RFK_FEW_WAVES, n = D::chunks(a.n_in, wave);
+    const bool stays = D::chunks(a.n_in, 0) <= D::RING;
+    int4 *const w = s.w[threadIdx.x / 32];
+    float(*const scale)[4] = s.scale[threadIdx.x / 32];
+    typename D::F::loaded raw[D::LOADS][2];
+    rfk_staged_cursor next;
+    next.t = 0;
+    rfk_begin_staged<TYPE, COLS>(a, next);
+    RFK_UNROLL(2)
+    for (uint32_t k = 0; k < D::LOADS; k++) rfk_load_staged<TYPE, COLS>(a, n, next, raw[k]);
+    rfk_fill_grid<rfk_grid_of<TYPE>::IS>(grid, RFK_DIRECT_WAVES(COLS) * 32);
+    rfk_wait_previous();
+    RFK_UNROLL(1)
+    for (uint32_t m = 0; m < D::RING; m++) {
+        if (m < n) rfk_staged_copy<TYPE, COLS>(a, m, s.x[wave], m);
+        rfk_commit_copies();
+    }
+    rfk_few_factors<32>(a, blockIdx.x * COLS, COLS, s.factor);
+    if (rfk_grid_of<TYPE>::IS != RF_TYPE_F32) __syncthreads();
+    uint32_t slot = 0, ahead = D::RING < n ? D::RING : 0;
+    rfk_direct_place here = {0, 0};
+    for (uint32_t t = 0; rfk_find_direct<COLS>(a, t, here); t++) {
+        rfk_direct_sums<COLS> sum = {};
+        RFK_UNROLL(1)
+        for (uint32_t first = 0; first < n; first += D::LOADS)
+            RFK_UNROLL(2)
+            for (uint32_t k = 0; k < D::LOADS; k++) {
+                const uint32_t m = first + k, in = stays ? m : slot;
+                RFK_UNROLL(2)
+                for (uint32_t h = 0; h < 2; h++)
+                    if (m < n) rfk_store_staged<TYPE>(raw[k][h], 4 * wave + lane % 4, grid, 32 * h + lane, w, scale);
+                rfk_load_staged<TYPE, COLS>(a, n, next, raw[k]);
+                if (m >= n) break;
+                rfk_wait_copies_but_one();
+                rfk_sync_direct<COLS>(!stays || t == 0);
+                rfk_staged_chunk<TYPE>(s.x[wave][in / (D::RING / 2)], in % (D::RING / 2) * 4 * D::PIECES, w, scale,
+                                       sum);
+                rfk_sync_direct<COLS>(!stays); /* what comes next goes where this was */
+                if (!stays) {
+                    rfk_staged_copy<TYPE, COLS>(a, ahead, s.x[wave], in);
+                    ahead = ahead + 1 < n ? ahead + 1 : 0;
+                    slot = (slot + 1) % D::RING;
+                }
+                rfk_commit_copies();
+            }
+        rfk_end_direct(a, here, sum, t, s);
+    }
+}
+#endif
+
+/* rfk_few for types that have neither rfk_direct nor floats, where all products have TYPE. All blocks are on the GPU at
+ * once. COLS: 8 or 16 columns a block.
+ *   grid [blocks of columns, blocks]   block 8 or 16 waves   LDS 94 or 204 KiB, and the type's grid
+ *   reads W once, and from cache for further columns */
+template <int TYPE, uint32_t COLS>
+static __global__ void RFK_RESIDENT(RFK_DIRECT_WAVES(COLS) * 32, COLS == 16 ? 1 : 2) rfk_few_staged(rfk_few_args a) {
+#if RFK_MAY_BE(RFK_MATRIX_SM80)
+    if (!RFK_RUNS_WAVE(32) || !rfk_built<rfk_staged<TYPE>::OF>::is) return;
+    RFK_DYNAMIC(int4, memory);
+    rfk_staged_shared<COLS> *const s = reinterpret_cast<rfk_staged_shared<COLS> *>(memory);
+    rfk_staged_tiles<TYPE, COLS>(a, *s, reinterpret_cast<uint32_t *>(s + 1));
+    if (a.norm_out && blockIdx.y == 0) rfk_few_norm_out(a, blockIdx.x * COLS, COLS, s->factor);
+#endif
+}
+static uint32_t rfk_staged_bytes(uint32_t type, uint32_t cols) {
+    return (uint32_t)(cols == 16 ? sizeof(rfk_staged_shared<16>) : sizeof(rfk_staged_shared<8>)) +
+           rfk_grid_bytes_of(type);
+}
+/* The kernel of a type; NULL: there is none. */
+static void (*rfk_staged_kernel(uint32_t type, uint32_t cols))(rfk_few_args) {
+#define RFK_STAGED_CASE(TYPE) \
+    case TYPE: return cols == 16 ? rfk_few_staged<TYPE, 16> : rfk_few_staged<TYPE, 8>;
+#define RFK_STAGED_ONE_CASE(TYPE) \
+    case TYPE: return cols == 16 ? rfk_few_staged<RFK_ONE(TYPE), 16> : rfk_few_staged<RFK_ONE(TYPE), 8>;
+    switch (type) {
+        RFK_STAGED_TYPES(RFK_STAGED_CASE)
+        RFK_STAGED_ONE_TYPES(RFK_STAGED_ONE_CASE)
+    default: return NULL;
+    }
+#undef RFK_STAGED_ONE_CASE
+#undef RFK_STAGED_CASE
+}
 #endif
 
 /* A wave's part of a tile through shared memory: sum[j] of each lane of the fused matvec. first: as rfk_few_tile. */
@@ -8101,23 +8435,14 @@ static __global__ void RFK_RESIDENT(RFK_FEW_WAVES *WAVE, 2) rfk_few(rfk_few_args
     case TYPE: \
         if (rfk_built<TYPE>::is) rfk_few_block<TYPE, WAVE, NARROW>(a, which, number, s); \
         break;
-#define RFK_FEW_ONE_CASE(TYPE) \
-    case TYPE: \
-        if (rfk_built<TYPE>::is) rfk_few_block<RFK_ONE(TYPE), WAVE, NARROW>(a, which, number, s); \
-        break;
     if (OTHER) {
-        switch (rfk_few_type<WAVE>(a.part[which].type)) {
-            RFK_FEW_ONE_TYPES(RFK_FEW_ONE_CASE)
-        default:
-            if (rfk_built<RFK_OTHER>::is) rfk_few_block<RFK_OTHER, WAVE, NARROW>(a, which, number, s);
-        }
+        if (rfk_built<RFK_OTHER>::is) rfk_few_block<RFK_OTHER, WAVE, NARROW>(a, which, number, s);
     } else {
         switch (a.part[which].type) {
             RFK_FUSED_TYPES(RFK_FEW_CASE)
         default: break;
         }
     }
-#undef RFK_FEW_ONE_CASE
 #undef RFK_FEW_CASE
     if (a.norm_out && blockIdx.y == 0) rfk_few_norm_out(a, blockIdx.x * RFK_FEW_ROWS, RFK_FEW_ROWS, s.factor);
 }
@@ -13633,6 +13958,12 @@ static void rfk_allow_kernels(rf_dev *d) {
     for (int set = 0; set <= RFK_SET_OTHER; set++)
         (void)rfk_allow_memory((const void *)rfk_find_pairs(set), RFK_MAX_COLUMN / 64 * 96 + RFK_MAX_GRID);
     const int sets[2] = {RFK_SET_Q4_K_M, RFK_SET_FUSED};
+    for (uint32_t type = 0; type < RF_TYPE_COUNT; type++) {
+        if (!rfk_staged_kernel(type, 8)) continue;
+        for (uint32_t cols = d->direct; cols >= 8; cols -= 8)
+            if (!rfk_allow_memory((const void *)rfk_staged_kernel(type, cols), rfk_staged_bytes(type, cols)))
+                d->direct = cols - 8;
+    }
     for (int i = 0; i < 2; i++) {
         if (d->direct == 16 &&
             !rfk_allow_memory((const void *)rfk_direct_kernel(sets[i], 16), sizeof(rfk_direct_shared<16>)))
@@ -13988,6 +14319,13 @@ struct rfk_few_graph {
     uint32_t positions; /* of a row, at most */
 };
 
+/* The kernels of rfk_few_args: rfk_few, rfk_few_staged up to a number of rows, or rfk_few_direct. */
+enum { RFK_FEW_ANY, RFK_FEW_STAGED, RFK_FEW_DIRECT };
+struct rfk_few_way {
+    int kernel;
+    uint32_t max_rows; /* of a step; with more rfk_few */
+};
+
 struct rf_prepared {
     rf_dev *dev;
     rf_table *table;
@@ -14048,7 +14386,7 @@ struct rf_prepared {
     rf_session_stats stats;
     uint64_t graph_generation;
     uint64_t checked_generation;              /* 1 + that in which all weights were found written; 0: never */
-    int is_direct; /* rfk_few_direct has the types of all products */
+    rfk_few_way few_way; /* of all products */
     rfk_few_graph few_graph[2][RFK_FEW_STEP + 1]; /* [are_apart] of steps of so many rows */
     /* of the step: */
     rfk_row_range *host_ranges; /* [n_ranges] of its sequences */
@@ -14914,31 +15252,41 @@ static void rfk_take_post_norms(rf_prepared *p) {
     }
 }
 
-/* Whether rfk_few_direct makes `count` products of ops from i on. A GLU's two have one type. */
-static bool rfk_takes_direct(const rf_prepared *p, uint32_t i, uint32_t count) {
-    bool takes = false;
+/* What makes `count` products of ops from i on in a step of several rows: a GLU's two have one type. */
+static rfk_few_way rfk_find_few_way(const rf_prepared *p, uint32_t i, uint32_t count) {
+    rfk_few_way way = {RFK_FEW_ANY, 0};
 #if defined(RFK_DIRECT_TYPES)
     const rf_plan *plan = p->plan;
-#define RFK_DIRECT_CASE(TYPE) || plan->weights[plan->ops[k].weight].type == TYPE
-    takes = p->dev->direct != 0;
-    for (uint32_t k = i; k < i + count; k++)
-        takes = takes && plan->ops[k].matmul.n_in % 256 == 0 && (false RFK_DIRECT_TYPES(RFK_DIRECT_CASE));
-#undef RFK_DIRECT_CASE
+    const uint32_t first = plan->weights[plan->ops[i].weight].type;
+    bool direct = p->dev->direct != 0, staged = direct && rfk_staged_kernel(first, 8);
+#define RFK_OR_TYPE(TYPE) || type == TYPE
+    for (uint32_t k = i; k < i + count; k++) {
+        const uint32_t type = plan->weights[plan->ops[k].weight].type;
+        const bool whole = plan->ops[k].matmul.n_in % 256 == 0;
+        direct = direct && whole && (false RFK_DIRECT_TYPES(RFK_OR_TYPE));
+        staged = staged && whole && type == first;
+    }
+#undef RFK_OR_TYPE
+    way.kernel = direct ? RFK_FEW_DIRECT : staged ? RFK_FEW_STAGED : RFK_FEW_ANY;
+    way.max_rows = direct ? RFK_FEW_ROWS : staged ? RFK_STAGED_MAX(first) : 0;
 #else
     (void)p, (void)i, (void)count;
 #endif
-    return takes;
+    return way;
 }
 
-/* Find whether two blocks of rfk_few_direct shall fit a multiprocessor: rfk_early_carveout. Mixtures lose by it. */
-static void rfk_find_direct_plan(rf_prepared *p) {
-    p->is_direct = p->n_fused > 0;
+/* What all products of the plan have in common: rfk_early_carveout. Mixtures lose by it. */
+static void rfk_find_plan_way(rf_prepared *p) {
+    rfk_few_way all = {p->n_fused ? RFK_FEW_DIRECT : RFK_FEW_ANY, RFK_FEW_ROWS};
     for (uint32_t i = 0; i < p->n_fused; i++) {
         const rfk_fused *f = &p->fused[i];
-        if (f->kind == RFK_FUSED_UP || f->kind == RFK_FUSED_DOWN) p->is_direct = 0;
-        if (f->kind == RFK_FUSED_MATVEC && !rfk_takes_direct(p, f->products, f->n_products))
-            p->is_direct = 0;
+        if (f->kind == RFK_FUSED_UP || f->kind == RFK_FUSED_DOWN) all.kernel = RFK_FEW_ANY;
+        if (f->kind != RFK_FUSED_MATVEC) continue;
+        const rfk_few_way way = rfk_find_few_way(p, f->products, f->n_products);
+        if (way.kernel < all.kernel) all.kernel = way.kernel;
+        if (way.max_rows < all.max_rows) all.max_rows = way.max_rows;
     }
+    p->few_way = all;
 }
 
 /* How many columns a KV head has in the grid of decode attention, if each has up to `queries`: the logarithm of a power
@@ -15228,7 +15576,7 @@ static rf_result rfk_plan_create(rf_dev *d, const rf_plan_bind *bind, rf_prepare
     rfk_defer_norms(p);
     rfk_take_post_norms(p);
     rfk_choose_decode_splits(p);
-    rfk_find_direct_plan(p);
+    rfk_find_plan_way(p);
     rfk_list_configs(p);
     bool tiles = d->wgmma;
     for (uint32_t i = 0; i < plan->n_weights; i++) tiles = tiles && plan->weights[i].n_experts == 0; /* other tiles */
@@ -15331,7 +15679,8 @@ static uint32_t rfk_early_carveout(const rfk_launching *l) {
     const bool narrow = rfk_is_narrow_step(p, l->step) && !p->events,
                whole = p->n_fused > 0 && p->fused_begin == 0 && p->fused_end == p->n_fused;
     if (!p->dev->early || !(p->capturing || (n > 1 && (narrow || rfk_is_fused_step(p, l->step)) && whole))) return 0;
-    return narrow || (p->is_direct && n > 1) ? 100 : 50;
+    const uint32_t by_rows = p->few_way.kernel == RFK_FEW_DIRECT ? 1 : RFK_ROWS_MAX; /* up to so many rows: rfk_rows */
+    return narrow || (n > by_rows && n <= p->few_way.max_rows && p->few_way.kernel != RFK_FEW_ANY) ? 100 : 50;
 }
 
 /* The same for a kernel that calls rfk_wait_previous. */
@@ -16616,12 +16965,14 @@ static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
     rf_prepared *p = l->p;
     const rf_op *ops = p->plan->ops;
     rfk_matmul_args products;
+    const uint32_t n_cols = l->op->rows == RF_ROWS_LOGITS ? l->step->n_logits : l->step->n_rows;
+    const rfk_few_way found = rfk_find_few_way(p, f->products, f->n_products);
+    const int way = n_cols <= found.max_rows ? found.kernel : RFK_FEW_ANY;
     const uint32_t source = rfk_source_of(f),
-                   n_cols = l->op->rows == RF_ROWS_LOGITS ? l->step->n_logits : l->step->n_rows,
-                   direct = !rfk_takes_direct(p, f->products, f->n_products) ? 0
-                            : n_cols <= 4                                    ? 4
-                            : n_cols > 8 && p->dev->direct > 8               ? 16
-                                                                             : 8,
+                   direct = way == RFK_FEW_ANY                    ? 0 /* columns of a block */
+                            : n_cols > 8 && p->dev->direct > 8    ? 16
+                            : n_cols > 4 || way == RFK_FEW_STAGED ? 8
+                                                                  : 4,
                    rows = RFK_FEW_ROWS * RFK_DIRECT_TILES(direct),
                    blocks = rfk_make_products(l, &products, rows);
     rfk_few_quantize_args z;
@@ -16658,7 +17009,9 @@ static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
     }
     const bool other = rfk_is_other(p->plan, f->products);
     c.shared_bytes = a.n_in / 64 * 96 * a.n_cols + rfk_grid_bytes(a.part, f->n_products);
-    const uint32_t max_cols = !direct ? RFK_ROWS_MAX : p->is_direct ? 1 : RFK_ROWS_MIXTURE;
+    const uint32_t max_cols = way != RFK_FEW_DIRECT                         ? RFK_ROWS_MAX
+                              : p->few_way.kernel == RFK_FEW_DIRECT ? 1
+                                                                     : RFK_ROWS_MIXTURE;
     if (a.n_cols <= max_cols && c.shared_bytes + 1024 <= p->dev->shared_bytes) {
         const uint32_t waves = RFK_ROWS_BLOCK / p->dev->wave, blocks = RFK_ROWS_RESIDENT * p->dev->info.compute_units;
         c.grid = dim3(rfk_divide_blocks(l, a.part, a.glu, waves, blocks));
@@ -16675,11 +17028,14 @@ static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
         const uint32_t fit = (direct == 16 ? 1 : 2) * p->dev->info.compute_units / c.grid.x;
         c.grid.y = a.n_tiles < fit ? a.n_tiles : fit;
         c.block = dim3(32 * RFK_DIRECT_WAVES(direct));
+        if (way == RFK_FEW_STAGED) {
+            c.shared_bytes = rfk_staged_bytes(a.part[0].type, direct);
+            return rfk_enqueue_config(l, rfk_staged_kernel(a.part[0].type, direct), c, a);
+        }
         c.shared_bytes = direct == 16  ? sizeof(rfk_direct_shared<16>)
                          : direct == 8 ? sizeof(rfk_direct_shared<8>)
                                        : sizeof(rfk_direct_shared<4>);
-        return rfk_enqueue_config(
-            l, rfk_direct_kernel(rfk_set_of(a.part), direct), c, a);
+        return rfk_enqueue_config(l, rfk_direct_kernel(rfk_set_of(a.part), direct), c, a);
     }
 #endif
     return rfk_enqueue_config(l, RFK_BY_WAVE(l, rfk_find_few<32>(other, a.n_cols), rfk_find_few<64>(other, a.n_cols)),

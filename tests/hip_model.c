@@ -247,7 +247,12 @@ static void test_rows_alone(void) {
         const char *what, *arch;
         uint32_t n_ff, gate, up;
     } by_mma[] = {{"q4_K by mma.sync", "llama", 2560, MG_Q4_K, MG_Q4_K}, {"q6_K by mma.sync", "llama", 4864, MG_Q6_K, MG_Q6_K},
-                  {"q4_K beside q6_K by mma.sync", "llama", 512, MG_Q4_K, MG_Q6_K}, {"gemma3 by mma.sync", "gemma3", 512, MG_Q4_K, MG_Q4_K}};
+                  {"q4_K beside q6_K by mma.sync", "llama", 512, MG_Q4_K, MG_Q6_K}, {"gemma3 by mma.sync", "gemma3", 512, MG_Q4_K, MG_Q4_K},
+                  {"q5_K by mma.sync", "llama", 2560, MG_Q5_K, MG_Q5_K}, {"q4_0 by mma.sync", "llama", 4864, MG_Q4_0, MG_Q4_0},
+                  {"q8_0 through shared memory", "llama", 4864, MG_Q8_0, MG_Q8_0}, {"q5_1 through shared memory", "llama", 4864, MG_Q5_1, MG_Q5_1},
+                  {"iq4_xs through shared memory", "llama", 4864, MG_IQ4_XS, MG_IQ4_XS}, {"nvfp4 through shared memory", "llama", 2304, MG_NVFP4, MG_NVFP4},
+                  {"q3_K through shared memory", "llama", 2304, MG_Q3_K, MG_Q3_K}, {"q2_K through shared memory", "llama", 4864, MG_Q2_K, MG_Q2_K},
+                  {"iq3_s through shared memory", "llama", 2304, MG_IQ3_S, MG_IQ3_S}, {"iq2_xs through shared memory", "llama", 4864, MG_IQ2_XS, MG_IQ2_XS}};
     /* They have ways of their own, of 8 and of 16 columns; rows of more blocks than a tile has waves, and of more than twice as many. */
     for (uint32_t k = 0; k < 2 * RFT_COUNT(by_mma); k++) {
         const uint32_t t = k % RFT_COUNT(by_mma);

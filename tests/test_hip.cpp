@@ -3210,7 +3210,7 @@ static void ways_case(uint32_t type, uint32_t n, uint32_t n_ff, rf_dev *d, uint3
     g.whole = true;
     REQUIRE(g.open(1) == RF_OK, "%s: %s", what, g.err.text);
     const bool two = type == RF_TYPE_Q4_0 || type == RF_TYPE_Q4_1 || type == RF_TYPE_Q5_0 || type == RF_TYPE_Q5_1 ||
-                     type == RF_TYPE_Q4_K || type == RF_TYPE_Q6_K || n_ff % block_elements(type);
+                     type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K || type == RF_TYPE_Q6_K || n_ff % block_elements(type);
     const uint32_t n_configs = two ? 4 : 2;
     std::vector<float> first;
     std::set<uint32_t> seen;
