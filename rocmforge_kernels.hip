@@ -542,8 +542,8 @@ struct rfk_packing {
     uint32_t bits[2];  /* of the first two planes; 0: bytes as they are; else as rfk_unit_bits makes them */
 };
 /* rfk_packing.bits: 1 or 2 bits of each value, or sign bits, which IQ3_S has in bytes 8 to 39 of the plane's block, or
- * Q5_K's upper bits in bytes 16 to 47. */
-enum { RFK_BITS_IQ3_S = 3, RFK_BITS_IQ3_XXS, RFK_BITS_Q5_K };
+ * Q5_K's fifth bits in bytes 16 to 47, or NVFP4's scales. */
+enum { RFK_BITS_IQ3_S = 3, RFK_BITS_IQ3_XXS, RFK_BITS_Q5_K, RFK_BITS_NVFP4 };
 
 static rfk_packing rfk_packing_of(uint32_t type) {
     static const rfk_packing none = {0, {0, 0, 0, 0}, {0, 0, 0, 0}, {0, 0}};
@@ -563,7 +563,7 @@ static rfk_packing rfk_packing_of(uint32_t type) {
         {RF_TYPE_IQ4_NL, {2, {2, 0, 0, 0}, {16, 2, 0, 0}, {0, 0}}},
         {RF_TYPE_IQ4_XS, {2, {8, 0, 0, 0}, {128, 8, 0, 0}, {0, 0}}},
         {RF_TYPE_MXFP4, {2, {1, 0, 0, 0}, {16, 1, 0, 0}, {0, 0}}},
-        {RF_TYPE_NVFP4, {2, {4, 0, 0, 0}, {32, 4, 0, 0}, {0, 0}}},
+        {RF_TYPE_NVFP4, {2, {4, 0, 0, 0}, {32, 4, 0, 0}, {0, RFK_BITS_NVFP4}}},
         {RF_TYPE_IQ3_XXS, {3, {2, 66, 0, 0}, {64, 32, 2, 0}, {0, RFK_BITS_IQ3_XXS}}},
         {RF_TYPE_IQ3_S, {3, {2, 66, 0, 0}, {64, 44, 2, 0}, {0, RFK_BITS_IQ3_S}}},
         {RF_TYPE_IQ2_XXS, {2, {2, 0, 0, 0}, {64, 2, 0, 0}, {0, 0}}},
@@ -1161,19 +1161,16 @@ template <> struct rfk_format<RF_TYPE_NVFP4> {
         r.a = rfk_load16(w.plane[0] + (block * 2 + u) * 16);
         r.c = rfk_load2(w.plane[1] + (block * 2 + u) * 2);
     }
-    /* Half of a UE4M3 scale, whose sign bit is ignored and whose NaN, 0x7f, counts as 0. Its bits are those of a half
-     * that is 256 times smaller. */
-    RFK_DEVICE float scale(uint32_t code) {
-        return code == 0x7f ? 0.0f : rfk_from_half((uint16_t)((code & 0x7f) << 7)) * 128.0f;
-    }
     RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
         (void)u;
         rfk_look_up(rfk_codes_fp4(), r.a.x, &o.q[0], &o.q[2]);
         rfk_look_up(rfk_codes_fp4(), r.a.y, &o.q[1], &o.q[3]);
         rfk_look_up(rfk_codes_fp4(), r.a.z, &o.q[4], &o.q[6]);
         rfk_look_up(rfk_codes_fp4(), r.a.w, &o.q[5], &o.q[7]);
-        o.d[0] = scale(r.c & 255);
-        o.d[1] = scale(r.c >> 8);
+        /* half of a UE4M3 scale: its bits are those of a half that is 256 times smaller */
+        const uint32_t halves = (r.c << 7 | r.c << 15) & 0x3f803f80u;
+        o.d[0] = rfk_from_half((uint16_t)(halves & 0xffff)) * 128.0f;
+        o.d[1] = rfk_from_half((uint16_t)(halves >> 16)) * 128.0f;
     }
 };
 
@@ -1627,6 +1624,7 @@ RFK_DEVICE uint8_t rfk_unit_fifths(const uint8_t *from, uint32_t at) {
  * the values k, 4 + k, 8 + k, ..., from the lowest up. In the file a byte has bits of one value of 8 / bits units. */
 RFK_DEVICE uint8_t rfk_unit_bits(const uint8_t *from, uint32_t at, uint32_t bits) {
     if (bits == RFK_BITS_Q5_K) return rfk_unit_fifths(from, at);
+    if (bits == RFK_BITS_NVFP4) return from[at] == 0x7f ? 0 : from[at] & 0x7f; /* NaN counts as 0, a sign as none */
     if (bits >= RFK_BITS_IQ3_S) return rfk_unit_signs(from, at, bits);
     const uint32_t n = 8 / bits, unit = at / (4 * bits), first = at % (4 * bits) / 4 * 4 * n + at % 4;
     uint32_t out = 0;
@@ -8305,7 +8303,7 @@ static uint32_t rfk_staged_bytes(uint32_t type, uint32_t cols) {
 /* The kernel of a type; NULL: there is none. */
 static void (*rfk_staged_kernel(uint32_t type, uint32_t cols))(rfk_few_args) {
 #define RFK_STAGED_CASE(TYPE) \
-    case TYPE: return cols == 16 ? rfk_few_staged<TYPE, 16> : rfk_few_staged<TYPE, 8>;
+    case TYPE: return cols == 16 ? rfk_few_staged<TYPE, RFK_STAGED_MAX(TYPE)> : rfk_few_staged<TYPE, 8>;
 #define RFK_STAGED_ONE_CASE(TYPE) \
     case TYPE: return cols == 16 ? rfk_few_staged<RFK_ONE(TYPE), 16> : rfk_few_staged<RFK_ONE(TYPE), 8>;
     switch (type) {
