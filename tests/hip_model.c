@@ -114,9 +114,10 @@ static rf_result step_among(rig *r, uint32_t n, uint32_t k, float *logits) {
     float *out = NULL;
     for (uint32_t i = 0; i < n; i++)
         rows[i] = (rf_token_row){.token = (int32_t)((40 + 3 * i + k) % 64), .seq = (int32_t)i + 1, .pos = RF_POS_NEXT, .want_logits = i % 2 == 0};
-    rows[n / 2] = (rf_token_row){.token = own_tokens[k], .pos = RF_POS_NEXT, .want_logits = 1};
+    const uint32_t own = n / 2 + k % 2 < n ? n / 2 + k % 2 : n - 1; /* of odd and of even columns */
+    rows[own] = (rf_token_row){.token = own_tokens[k], .pos = RF_POS_NEXT, .want_logits = 1};
     uint32_t place = 0;
-    for (uint32_t i = 0; i < n / 2; i++) place += (uint32_t)rows[i].want_logits;
+    for (uint32_t i = 0; i < own; i++) place += (uint32_t)rows[i].want_logits;
     rf_result res = rf_session_eval(r->s, rows, n, &r->err);
     if (res == RF_OK) res = rf_session_get_logits(r->s, place, &out, &r->err);
     if (res == RF_OK) memcpy(logits, out, r->n_vocab * sizeof *logits);
@@ -258,7 +259,7 @@ static void test_rows_alone(void) {
         const uint32_t t = k % RFT_COUNT(by_mma);
         mg_buf file = {0};
         hip_emu_matrix_unit(0, k < RFT_COUNT(by_mma) ? HIP_EMU_SM80 : HIP_EMU_SM90);
-        mg_llama(&file, &(mg_options){.arch = by_mma[t].arch, .type = by_mma[t].gate, .use_mix = 2, .mix_type = by_mma[t].up, .seed = 9, .n_ff = by_mma[t].n_ff, .n_layers = 1});
+        mg_llama(&file, &(mg_options){.arch = by_mma[t].arch, .type = by_mma[t].gate, .use_mix = 2, .mix_type = by_mma[t].up, .seed = 9, .n_embd = 256, .n_ff = by_mma[t].n_ff, .n_layers = 1});
         rows_case(&file, NULL, "hip:0", RF_CACHE_F16, by_mma[t].what);
         mg_free(&file);
     }
