@@ -13955,13 +13955,13 @@ static void rfk_allow_kernels(rf_dev *d) {
     (void)rfk_allow_memory(matvec, RFK_MAX_COLUMN / 64 * 96 + RFK_MAX_GRID);
     for (int set = 0; set <= RFK_SET_OTHER; set++)
         (void)rfk_allow_memory((const void *)rfk_find_pairs(set), RFK_MAX_COLUMN / 64 * 96 + RFK_MAX_GRID);
-    const int sets[2] = {RFK_SET_Q4_K_M, RFK_SET_FUSED};
     for (uint32_t type = 0; type < RF_TYPE_COUNT; type++) {
         if (!rfk_staged_kernel(type, 8)) continue;
         for (uint32_t cols = d->direct; cols >= 8; cols -= 8)
             if (!rfk_allow_memory((const void *)rfk_staged_kernel(type, cols), rfk_staged_bytes(type, cols)))
                 d->direct = cols - 8;
     }
+    const int sets[2] = {RFK_SET_Q4_K_M, RFK_SET_FUSED};
     for (int i = 0; i < 2; i++) {
         if (d->direct == 16 &&
             !rfk_allow_memory((const void *)rfk_direct_kernel(sets[i], 16), sizeof(rfk_direct_shared<16>)))
@@ -16958,14 +16958,24 @@ static uint32_t rfk_source_of(const rfk_fused *f) {
     return f->gather != RF_NONE ? f->gather : f->norm != RF_NONE ? f->norm : f->products;
 }
 
+/* Which kernel multiplies n_cols columns. Where the plan leaves no room for two blocks of rfk_few_staged on a
+ * multiprocessor (mixtures), rfk_few keeps the types that it has code for. */
+static int rfk_choose_few(const rf_prepared *p, const rfk_fused *f, uint32_t n_cols) {
+    const rfk_few_way way = rfk_find_few_way(p, f->products, f->n_products);
+    if (n_cols > way.max_rows) return RFK_FEW_ANY;
+    if (way.kernel == RFK_FEW_STAGED && p->few_way.kernel == RFK_FEW_ANY && !rfk_is_other(p->plan, f->products))
+        return RFK_FEW_ANY;
+    return way.kernel;
+}
+
 /* A fused matvec of several rows: quantize its columns, then multiply. */
 static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
     rf_prepared *p = l->p;
     const rf_op *ops = p->plan->ops;
     rfk_matmul_args products;
     const uint32_t n_cols = l->op->rows == RF_ROWS_LOGITS ? l->step->n_logits : l->step->n_rows;
-    const rfk_few_way found = rfk_find_few_way(p, f->products, f->n_products);
-    const int way = n_cols <= found.max_rows ? found.kernel : RFK_FEW_ANY;
+    const bool other = rfk_is_other(p->plan, f->products);
+    const int way = rfk_choose_few(p, f, n_cols);
     const uint32_t source = rfk_source_of(f),
                    direct = way == RFK_FEW_ANY                    ? 0 /* columns of a block */
                             : n_cols > 8 && p->dev->direct > 8    ? 16
@@ -17005,11 +17015,10 @@ static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
         const rf_result r = rfk_enqueue_config(l, RFK_BY_WAVE(l, rfk_few_quantize<32>, rfk_few_quantize<64>), c, z);
         if (r != RF_OK) return r;
     }
-    const bool other = rfk_is_other(p->plan, f->products);
     c.shared_bytes = a.n_in / 64 * 96 * a.n_cols + rfk_grid_bytes(a.part, f->n_products);
-    const uint32_t max_cols = way != RFK_FEW_DIRECT                         ? RFK_ROWS_MAX
+    const uint32_t max_cols = way != RFK_FEW_DIRECT                 ? RFK_ROWS_MAX
                               : p->few_way.kernel == RFK_FEW_DIRECT ? 1
-                                                                     : RFK_ROWS_MIXTURE;
+                                                                    : RFK_ROWS_MIXTURE;
     if (a.n_cols <= max_cols && c.shared_bytes + 1024 <= p->dev->shared_bytes) {
         const uint32_t waves = RFK_ROWS_BLOCK / p->dev->wave, blocks = RFK_ROWS_RESIDENT * p->dev->info.compute_units;
         c.grid = dim3(rfk_divide_blocks(l, a.part, a.glu, waves, blocks));
