@@ -12837,7 +12837,7 @@ static void rfi_float_columns(void (*tile)(rfi_float_tile *), uint32_t value_byt
     t.n_cols = (uint32_t)rfi_min_u64(RFI_FLOAT_COLS, m->n_cols - j);
     t.x = m->x->f + j * m->x->f_stride + k0;
     t.x_stride = m->x->f_stride;
-    t.ahead = m->n_cols > 1 ? 0 : k0 + RFI_FLOAT_CHUNK < m->n_in ? 1024 : m->row_bytes * 4 - (uint64_t)k0 * value_bytes;
+    t.ahead = m->n_cols > 1 ? 0 : 4 * m->row_bytes; /* the next four rows */
     if (t.n_cols > 1 && i_end - i >= 32) { /* columns a power of two apart share cache sets */
         for (uint32_t c = 0; c < t.n_cols; c++)
             memcpy(packed + c * (RFI_FLOAT_CHUNK + 16), t.x + c * t.x_stride, t.n * sizeof(float));
