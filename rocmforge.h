@@ -12568,7 +12568,7 @@ typedef struct rfi_dots {
 #define RFI_AHEAD 4u /* units to prefetch ahead in each of 16 rows: 9 to 17 KB in all, by measurement */
 #define RFI_EXPAND_AHEAD 3u /* units to prefetch ahead in each row of types that are expanded, by measurement */
 
-/* Prefetches n bytes of weights into the second level cache. Into the first, Zen 4 decodes a quarter slower. */
+/* Prefetches n bytes of weights into the L2 cache. Prefetching into L1 made decode on Zen 4 a quarter slower. */
 RFI_INLINE void rfi_prefetch(const uint8_t *row, uint64_t ahead, uint32_t n) {
     RFI_UNROLL(8)
     for (uint32_t i = 0; i < n; i += 64) __builtin_prefetch((const void *)((uintptr_t)row + ahead + i), 0, 2);
@@ -13345,8 +13345,8 @@ RFI_INLINE RFI_256 void rfi_256_places(uint32_t type, const rfi_grid_block *b, r
     else rfi_256_store(o->signs, rfi_256_load(b->signs));
 }
 
-/* A block's values. Its runs are read one by one, not gathered: gathers took longer. Four places at a time are a number
- * of 64 bits, for loads are what bounds this. */
+/* A block's values. Runs are loaded one by one: gathers took longer on Zen 4. Loads bound this, so that four places are
+ * loaded as one 64-bit number. */
 RFI_INLINE RFI_256 void rfi_256_of_grid(uint32_t type, const void *grid, const rfi_places *p, int8_t *q) {
     const long long *eights = (const long long *)grid;
     const int *fours = (const int *)grid;
@@ -14076,11 +14076,12 @@ RFI_INLINE RFI_512 __m512 rfi_512_load(uint32_t type, const void *p, uint64_t i,
 /* n values (16, but at the end of a row) of 4 rows times the columns. */
 RFI_INLINE RFI_512 void rfi_512_float_step(uint32_t type, uint32_t n_cols, const rfi_float_tile *t, const float *x,
                                            uint32_t i, uint32_t n, __m512 (*sum)[4]) {
+    const uint32_t value_bytes = type == RF_TYPE_F32 ? 4 : 2;
     __m512 w[4];
     RFI_UNROLL(4)
     for (int r = 0; r < 4; r++) {
         w[r] = rfi_512_load(type, t->row[r], i, n);
-        if (n_cols == 1 && t->ahead) rfi_prefetch(t->row[r], t->ahead + i * 2, 1);
+        if (n_cols == 1 && t->ahead) rfi_prefetch(t->row[r], t->ahead + i * value_bytes, 1);
     }
     RFI_UNROLL(6)
     for (uint32_t c = 0; c < n_cols; c++) {
@@ -14638,7 +14639,7 @@ RFI_INLINE RFI_256 __m256 rfi_256_load8(uint32_t type, const void *p, uint64_t i
 }
 
 RFI_INLINE RFI_256 void rfi_256_float_tile(uint32_t type, uint32_t n_cols, uint32_t first, rfi_float_tile *t) {
-    const uint32_t whole = t->n & ~7u;
+    const uint32_t whole = t->n & ~7u, value_bytes = type == RF_TYPE_F32 ? 4 : 2;
     const float *x = t->x + first * t->x_stride;
     __m256 sum[3][4];
     RFI_UNROLL(3)
@@ -14649,7 +14650,7 @@ RFI_INLINE RFI_256 void rfi_256_float_tile(uint32_t type, uint32_t n_cols, uint3
         RFI_UNROLL(4)
         for (int r = 0; r < 4; r++) {
             const __m256 w = rfi_256_load8(type, t->row[r], i);
-            if (n_cols == 1 && t->ahead) rfi_prefetch(t->row[r], t->ahead + i * 2, 1);
+            if (n_cols == 1 && t->ahead) rfi_prefetch(t->row[r], t->ahead + i * value_bytes, 1);
             RFI_UNROLL(3)
             for (uint32_t c = 0; c < n_cols; c++)
                 sum[c][r] = _mm256_fmadd_ps(w, _mm256_loadu_ps(x + c * t->x_stride + i), sum[c][r]);
@@ -15098,7 +15099,7 @@ RFI_INLINE RFI_NEON float32x4_t rfi_neon_load(uint32_t type, const void *p, uint
 }
 
 RFI_INLINE RFI_NEON void rfi_neon_float_part(uint32_t type, uint32_t n_cols, uint32_t first, rfi_float_tile *t) {
-    const uint32_t whole = t->n & ~7u;
+    const uint32_t whole = t->n & ~7u, value_bytes = type == RF_TYPE_F32 ? 4 : 2;
     float32x4_t sum[2][4][2]; /* 8 lanes */
     RFI_UNROLL(8)
     for (uint32_t c = 0; c < n_cols; c++)
@@ -15107,7 +15108,7 @@ RFI_INLINE RFI_NEON void rfi_neon_float_part(uint32_t type, uint32_t n_cols, uin
     for (uint32_t i = 0; i < whole; i += 8)
         RFI_UNROLL(4)
         for (int r = 0; r < 4; r++) {
-            if (n_cols == 1 && t->ahead) rfi_prefetch(t->row[r], t->ahead + i * 2, 1);
+            if (n_cols == 1 && t->ahead) rfi_prefetch(t->row[r], t->ahead + i * value_bytes, 1);
             RFI_UNROLL(2)
             for (uint32_t h = 0; h < 2; h++) {
                 const float32x4_t w = rfi_neon_load(type, t->row[r], i + 4 * h);

@@ -106,7 +106,8 @@ static void add_moe(const char *mix, const shape *s, int il) {
 
 static void add_all(const char *mix, const shape *s) {
     uint64_t q = (uint64_t)s->n_heads * s->head_dim, kv = (uint64_t)s->n_kv_heads * s->head_dim;
-    tensor *t = add(s->n_experts ? "Q4_K_M" : mix, s, -1, "token_embd", "weight", s->n_embd, s->n_vocab); /* write_embedding */
+    /* write_embedding knows Q4_K alone */
+    tensor *t = add(s->n_experts ? "Q4_K_M" : mix, s, -1, "token_embd", "weight", s->n_embd, s->n_vocab);
     if (s->n_experts) t->d = 1;
     for (int il = 0; il < (int)s->n_layers; il++) {
         add(mix, s, il, "attn_norm", "weight", s->n_embd, 0);
