@@ -12574,6 +12574,12 @@ RFI_INLINE void rfi_prefetch(const uint8_t *row, uint64_t ahead, uint32_t n) {
     for (uint32_t i = 0; i < n; i += 64) __builtin_prefetch((const void *)((uintptr_t)row + ahead + i), 0, 2);
 }
 
+/* Bytes from the begin of a row to prefetch while the unit at offset is read: ahead, or past the end of the row in the
+ * one that is read in its place after n_rows rows. */
+RFI_INLINE uint64_t rfi_ahead(uint64_t offset, uint32_t ahead, uint64_t row_bytes, uint32_t n_rows) {
+    return offset + ahead + (offset + ahead < row_bytes ? 0 : (n_rows - 1) * row_bytes);
+}
+
 /* A matmul with what its type needs. */
 typedef struct rfi_quant_matmul {
     const rfi_kernels *k;
@@ -12612,13 +12618,12 @@ typedef struct rfi_expanded_rows {
     _Alignas(64) rfi_expanded unit[16];
 } rfi_expanded_rows;
 
-/* Expands groups [g, g + 8) of n_lanes rows, or as many as are left. */
+/* Expands groups [g, g + 8) of n_lanes rows, or as many as are left, and prefetches those `ahead` bytes from a row's
+ * begin. */
 static void rfi_rows_expand(const rfi_quant_matmul *q, const rfi_matmul *m, const rfi_rows *r, uint32_t g,
-                            rfi_expanded_rows *out) {
+                            uint64_t ahead, rfi_expanded_rows *out) {
     const uint64_t offset = (uint64_t)(g / 8) * q->unit_bytes;
     const uint32_t left = m->n_in / 32 - g, n_blocks = left >= 8 ? q->n_blocks : left * q->n_blocks / 8;
-    uint64_t ahead = offset + RFI_EXPAND_AHEAD * q->unit_bytes; /* past the end of a row: the row n_lanes further on */
-    if (ahead >= r->row_bytes) ahead += (q->k->n_lanes - 1) * r->row_bytes;
     for (uint32_t l = 0; l < q->k->n_lanes; l++) {
         const uint8_t *unit = r->row[l] + offset;
         rfi_prefetch(r->row[l], ahead, q->unit_bytes);
@@ -12635,7 +12640,9 @@ static void rfi_vector_expanded(const rfi_quant_matmul *q, const rfi_matmul *m, 
     rfi_expanded_rows e;
     memset(&e, 0, sizeof e);
     for (uint32_t g = 0; g < m->n_in / 32; g += 8, x.x += 8) {
-        rfi_rows_expand(q, m, r, g, &e);
+        const uint64_t offset = (uint64_t)(g / 8) * q->unit_bytes;
+        rfi_rows_expand(q, m, r, g, rfi_ahead(offset, RFI_EXPAND_AHEAD * q->unit_bytes, r->row_bytes, q->k->n_lanes),
+                        &e);
         q->quant->vector(&e.r, (uint32_t)rfi_min_u64(8, m->n_in / 32 - g), &x, acc);
     }
 }
@@ -12687,16 +12694,21 @@ static void rfi_panel_times(const rfi_quant_matmul *q, const rfi_matmul *m, cons
     }
 }
 
-/* Unpacks groups [g, g_end) of n_lanes rows from i on. */
+/* Unpacks groups [g, g_end) of n_lanes rows from i on. Then comes the rest of these rows, if they are read in order,
+ * else the same part of the next rows. */
 static void rfi_panel_fill(const rfi_quant_matmul *q, const rfi_matmul *m, rfi_panel *p, uint32_t i, uint32_t g,
-                           uint32_t g_end) {
+                           uint32_t g_end, int in_order) {
+    const uint32_t n_rows = q->k->n_lanes * q->k->n_panels;
     rfi_rows r;
     rfi_rows_at(q->k, m, i, &r);
     for (uint32_t u = g; u < g_end; u += 8) {
-        const uint64_t offset = (uint64_t)(u / 8) * q->unit_bytes;
+        const uint64_t offset = (uint64_t)(u / 8) * q->unit_bytes,
+                       ahead = in_order ? rfi_ahead(offset, RFI_AHEAD * q->unit_bytes, m->row_bytes, n_rows)
+                                        : offset + n_rows * m->row_bytes;
+        for (uint32_t l = 0; !q->expand && l < q->k->n_lanes; l++) rfi_prefetch(r.row[l], ahead, q->unit_bytes);
         if (q->expand) {
             rfi_expanded_rows e;
-            rfi_rows_expand(q, m, &r, u, &e);
+            rfi_rows_expand(q, m, &r, u, ahead, &e);
             q->quant->unpack(&e.r, 0, u - g, p);
         } else if (u + 8 <= g_end) {
             q->quant->unpack(&r, offset, u - g, p);
@@ -12721,7 +12733,8 @@ static void rfi_matmul_panels(const rfi_quant_matmul *q, const rfi_matmul *m) {
             const uint32_t i = (uint32_t)(by_row ? step / n_chunks : step % n_tiles) * n_rows;
             const uint32_t g = chunk * RFI_CHUNK_GROUPS, g_end = (uint32_t)rfi_min_u64(n_groups, g + RFI_CHUNK_GROUPS);
             for (uint32_t part = 0; part < n_panels; part++)
-                rfi_panel_fill(q, m, &p[part], (uint32_t)rfi_min_u64(i + part * n_lanes, m->n_rows - 1), g, g_end);
+                rfi_panel_fill(q, m, &p[part], (uint32_t)rfi_min_u64(i + part * n_lanes, m->n_rows - 1), g, g_end,
+                               by_row);
             rfi_panel_times(q, m, p, i, g, j, j_end);
         }
     }
@@ -13864,8 +13877,7 @@ RFI_INLINE RFI_512 void rfi_512_inputs(uint32_t type, const rfi_q8 *x, __m512i *
 RFI_INLINE RFI_512 void rfi_512_sums(uint32_t type, const rfi_rows *r, uint64_t offset, uint32_t n_cols,
                                      __m512i (*xq)[4], __m512i (*sum)[4][4]) {
     const uint32_t n_sums = 2 * rfi_kind_scales(rfi_kind_of(type));
-    uint64_t ahead = offset + RFI_AHEAD * rfi_unit_bytes(type); /* past the end of a row: the row 16 further on */
-    if (ahead >= r->row_bytes) ahead += 15 * r->row_bytes;
+    const uint64_t ahead = rfi_ahead(offset, RFI_AHEAD * rfi_unit_bytes(type), r->row_bytes, 16);
     for (uint32_t i = 0; i < 4; i++) {
         __m512i q[4][4];
         RFI_UNROLL(4)
@@ -14227,7 +14239,7 @@ static RFI_512 void rfi_avx512_dots_q(const rfi_dots *a) {
     for (; c < a->n_cols; c++) rfi_512_dots_q(1, a, c);
 }
 
-enum { RFI_LANES_avx512 = 16, RFI_PANELS_avx512 = 2, RFI_COLS_avx512 = 6, RFI_KEYS_avx512 = 32, RFI_FEW_avx512 = 16,
+enum { RFI_LANES_avx512 = 16, RFI_PANELS_avx512 = 2, RFI_COLS_avx512 = 6, RFI_KEYS_avx512 = 32, RFI_FEW_avx512 = 8,
        RFI_FEW_EXPANDED_avx512 = 6 };
 RFI_KERNELS_OF(avx512, RFI_512)
 
@@ -14401,8 +14413,7 @@ RFI_INLINE RFI_256 __m256i rfi_256_dot(int signed_a, __m256i a, __m256i x) {
 }
 
 RFI_INLINE RFI_256 void rfi_256_prefetch(uint32_t type, const rfi_rows *r, uint64_t offset) {
-    uint64_t ahead = offset + 2 * RFI_AHEAD * rfi_unit_bytes(type); /* past the end of a row: the row 8 further on */
-    if (ahead >= r->row_bytes) ahead += 7 * r->row_bytes;
+    const uint64_t ahead = rfi_ahead(offset, 2 * RFI_AHEAD * rfi_unit_bytes(type), r->row_bytes, 8);
     for (int l = 0; l < 8 && r->row_bytes; l++) rfi_prefetch(r->row[l], ahead, rfi_unit_bytes(type));
 }
 
@@ -14818,7 +14829,7 @@ static RFI_256 void rfi_avx2_dots_q(const rfi_dots *a) {
 }
 #define rfi_avx2_expander rfi_256_expander
 
-enum { RFI_LANES_avx2 = 8, RFI_PANELS_avx2 = 1, RFI_COLS_avx2 = 4, RFI_KEYS_avx2 = 16, RFI_FEW_avx2 = 8,
+enum { RFI_LANES_avx2 = 8, RFI_PANELS_avx2 = 1, RFI_COLS_avx2 = 4, RFI_KEYS_avx2 = 16, RFI_FEW_avx2 = 4,
        RFI_FEW_EXPANDED_avx2 = 5 };
 #if !defined(__clang__)
 #pragma GCC push_options
@@ -14917,8 +14928,7 @@ RFI_INLINE RFI_NEON void rfi_neon_column(uint32_t type, const rfi_rows *r, uint3
     float32x4_t y = vld1q_f32(acc);
     for (uint32_t g0 = 0; g0 < n_groups; g0 += 8, x += 8) {
         const uint64_t offset = (uint64_t)(g0 / 8) * unit;
-        uint64_t ahead = offset + 4 * RFI_AHEAD * unit; /* past the end of a row: the row 4 further on */
-        if (ahead >= r->row_bytes) ahead += 3 * r->row_bytes;
+        const uint64_t ahead = rfi_ahead(offset, 4 * RFI_AHEAD * unit, r->row_bytes, 4);
         for (int l = 0; l < 4 && r->row_bytes; l++) rfi_prefetch(r->row[l], ahead, unit);
         rfi_neon_scales(type, r, offset, s, m);
         for (uint32_t g = 0; g < 8 && g0 + g < n_groups; g++) {
@@ -15512,10 +15522,10 @@ typedef struct rfi_cpu_part {
     uint64_t out_width;
 } rfi_cpu_part;
 
-/* Rows of all parts in units, cut into chunks: n_big chunks of `big` units, then small ones, so that the threads finish
- * together. */
+/* Rows of all parts in units, cut into chunks of max units, then of half a thread's share of what is left, of min units
+ * at last: a thread that reads many rows in turn finds them prefetched, and the threads finish together. */
 typedef struct rfi_cpu_cut {
-    uint32_t n_units, n_big, big, small;
+    uint32_t n_units, n_threads, n_max, max, min; /* n_max: chunks of max units */
 } rfi_cpu_cut;
 
 /* One op in progress: what a chunk needs. */
@@ -15652,27 +15662,49 @@ static uint32_t rfi_cpu_part_units(const rfi_cpu_part *part) {
     return (part->op->matmul.n_out + RFI_CPU_UNIT - 1) / RFI_CPU_UNIT;
 }
 
+/* The most units of rows whose results for all columns fit a thread's scratch. */
+static uint32_t rfi_cpu_max_units(uint32_t n_cols) {
+    return RFI_CPU_COLS * RFI_CPU_ROWS / RFI_CPU_UNIT / (uint32_t)rfi_min_u64(RFI_CPU_COLS, n_cols);
+}
+
+/* With many columns the panel kernels need 32 rows. */
+static rfi_cpu_cut rfi_cpu_cut_units(uint32_t n_units, uint32_t n_threads, uint32_t n_cols) {
+    rfi_cpu_cut c = {n_units, n_threads, 0, rfi_cpu_max_units(n_cols), n_cols > 1 ? 2 : 1};
+    const uint64_t last = 2 * (uint64_t)n_threads * c.max;
+    if (n_units > last) c.n_max = (uint32_t)((n_units - last + c.max - 1) / c.max);
+    return c;
+}
+
+/* First unit of a chunk, and the first behind it; n_units if there are fewer chunks. */
+static uint32_t rfi_cpu_cut_chunk(const rfi_cpu_cut *c, uint32_t chunk, uint32_t *end) {
+    uint64_t at = 0, n = c->n_max, size = c->max;
+    while (chunk >= n && at < c->n_units) {
+        at += n * size;
+        chunk -= (uint32_t)n;
+        n = c->n_threads;
+        size = (c->n_units - rfi_min_u64(at, c->n_units)) / (2 * n) / c->min * c->min;
+        size = rfi_max_u64(c->min, size);
+    }
+    at += chunk * size;
+    *end = (uint32_t)rfi_min_u64(c->n_units, at + size);
+    return (uint32_t)rfi_min_u64(c->n_units, at);
+}
+
+static uint32_t rfi_cpu_cut_chunks(const rfi_cpu_cut *c) {
+    uint32_t n = c->n_max, end = 0;
+    while (rfi_cpu_cut_chunk(c, n, &end) < c->n_units) n++;
+    return n;
+}
+
 static void rfi_cpu_matmul(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
-    const rfi_cpu_cut *c = &o->cut;
-    uint32_t u = chunk < c->n_big ? chunk * c->big : c->n_big * c->big + (chunk - c->n_big) * c->small;
-    uint32_t u_end = (uint32_t)rfi_min_u64(c->n_units, (uint64_t)u + (chunk < c->n_big ? c->big : c->small));
+    uint32_t u_end, u = rfi_cpu_cut_chunk(&o->cut, chunk, &u_end);
     for (uint32_t i = 0; u < u_end; i++) {
-        const uint32_t n = o->how->then_glu ? c->n_units : rfi_cpu_part_units(&o->parts[i]);
+        const uint32_t n = o->how->then_glu ? o->cut.n_units : rfi_cpu_part_units(&o->parts[i]);
         if (u < n) rfi_cpu_units(o, i, u, (uint32_t)rfi_min_u64(n, u_end), thread);
         u = u > n ? u - n : 0;
         u_end = u_end > n ? u_end - n : 0;
     }
-}
-
-/* Load balancing: large chunks for three quarters of the work, then small ones. With many columns the panel kernels
- * need 32 rows. */
-static rfi_cpu_cut rfi_cpu_cut_units(uint32_t n_units, uint32_t n_threads, uint32_t n_cols) {
-    rfi_cpu_cut c = {.n_units = n_units, .small = n_cols > 1 ? 2 : 1};
-    const uint64_t share = n_units / ((uint64_t)n_threads * 4) / c.small * c.small;
-    c.big = (uint32_t)rfi_max_u64(c.small, rfi_min_u64(RFI_CPU_ROWS / RFI_CPU_UNIT, share));
-    c.n_big = (n_units - n_units / 4) / c.big;
-    return c;
 }
 
 /* cos and sin of every row's position, once per step */
@@ -16387,15 +16419,15 @@ static void rfi_cpu_gather_pair(void *ctx, uint32_t chunk, uint32_t thread) {
     else memcpy(o->p->gathered + (uint64_t)chunk * par->n_in, x, par->n_in * sizeof *x);
 }
 
-/* A chunk is cut.small units of rows of one expert, for all pairs that chose it. */
+/* A chunk is cut.max units of rows of one expert, for all pairs that chose it. */
 static void rfi_cpu_experts(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
     const rf_experts_params *par = &op->experts;
     const rfi_cpu_pairs *s = &o->p->pairs;
-    const uint32_t n_blocks = (o->cut.n_units + o->cut.small - 1) / o->cut.small, e = s->active[chunk / n_blocks],
-                   row0 = chunk % n_blocks * o->cut.small * RFI_CPU_UNIT,
-                   n_rows = (uint32_t)rfi_min_u64(par->n_out - row0, (uint64_t)o->cut.small * RFI_CPU_UNIT);
+    const uint32_t n_blocks = (o->cut.n_units + o->cut.max - 1) / o->cut.max, e = s->active[chunk / n_blocks],
+                   row0 = chunk % n_blocks * o->cut.max * RFI_CPU_UNIT,
+                   n_rows = (uint32_t)rfi_min_u64(par->n_out - row0, (uint64_t)o->cut.max * RFI_CPU_UNIT);
     const int own = rf_experts_owns(par, e);
     const uint8_t *w = own ? rfi_cpu_weight(o->p, op->weight, e) + (par->first_row + row0) * o->w_row_bytes : NULL;
     float *y = o->p->scratch + thread * o->p->scratch_stride;
@@ -16479,8 +16511,7 @@ static void rfi_cpu_run_matmul(rfi_cpu_op *o) {
     if (rfi_type_takes_int8(o->parts[0].w_type) && !o->how->has_acts)
         rfi_pool_run(pool, rfi_cpu_quantize, o, o->n_rows);
     o->cut = rfi_cpu_cut_units(n_units, pool->n_threads, o->n_rows);
-    const uint32_t rest = n_units - o->cut.n_big * o->cut.big;
-    rfi_pool_run(pool, rfi_cpu_matmul, o, o->cut.n_big + (rest + o->cut.small - 1) / o->cut.small);
+    rfi_pool_run(pool, rfi_cpu_matmul, o, rfi_cpu_cut_chunks(&o->cut));
 }
 
 #define RFI_ACROSS_COLS 256u /* columns of a chunk: whole blocks of any type  */
@@ -16496,15 +16527,15 @@ static void rfi_cpu_quantize_heads(void *ctx, uint32_t chunk, uint32_t thread) {
                              par->n_in);
 }
 
-/* A chunk is cut.small units of rows of one head's matrix, for all rows of the step. The first chunk of a head also
+/* A chunk is cut.max units of rows of one head's matrix, for all rows of the step. The first chunk of a head also
  * copies the values that its matrix does not multiply. */
 static void rfi_cpu_heads(void *ctx, uint32_t chunk, uint32_t thread) {
     const rfi_cpu_op *o = (const rfi_cpu_op *)ctx;
     const rf_op *op = o->op;
     const rf_heads_params *par = &op->heads;
-    const uint32_t n_blocks = (o->cut.n_units + o->cut.small - 1) / o->cut.small, h = chunk / n_blocks,
-                   rest = par->head_dim - par->n_in, row0 = chunk % n_blocks * o->cut.small * RFI_CPU_UNIT,
-                   n_rows = (uint32_t)rfi_min_u64(par->n_out - row0, (uint64_t)o->cut.small * RFI_CPU_UNIT);
+    const uint32_t n_blocks = (o->cut.n_units + o->cut.max - 1) / o->cut.max, h = chunk / n_blocks,
+                   rest = par->head_dim - par->n_in, row0 = chunk % n_blocks * o->cut.max * RFI_CPU_UNIT,
+                   n_rows = (uint32_t)rfi_min_u64(par->n_out - row0, (uint64_t)o->cut.max * RFI_CPU_UNIT);
     const uint8_t *w = o->w + (par->first_row + (uint64_t)h * par->head_rows + row0) * o->w_row_bytes;
     const float *in = o->in + (uint64_t)h * par->head_dim;
     float *out = o->out + (uint64_t)h * (par->n_out + rest);
@@ -16565,8 +16596,8 @@ static void rfi_cpu_run_heads(rfi_cpu_op *o) {
     if (rfi_type_takes_int8(o->w_type)) rfi_pool_run(pool, rfi_cpu_quantize_heads, o, o->n_rows);
     o->cut.n_units = (par->n_out + RFI_CPU_UNIT - 1) / RFI_CPU_UNIT;
     const uint64_t share = (uint64_t)o->cut.n_units * par->n_heads / ((uint64_t)pool->n_threads * 4);
-    o->cut.small = (uint32_t)rfi_max_u64(2, rfi_min_u64(RFI_CPU_ROWS / RFI_CPU_UNIT, share));
-    rfi_pool_run(pool, rfi_cpu_heads, o, par->n_heads * ((o->cut.n_units + o->cut.small - 1) / o->cut.small));
+    o->cut.max = (uint32_t)rfi_max_u64(2, rfi_min_u64(rfi_cpu_max_units(o->n_rows), share));
+    rfi_pool_run(pool, rfi_cpu_heads, o, par->n_heads * ((o->cut.n_units + o->cut.max - 1) / o->cut.max));
 }
 
 static void rfi_cpu_run_route(rfi_cpu_op *o) {
@@ -16587,9 +16618,9 @@ static void rfi_cpu_run_experts(rfi_cpu_op *o) {
     if (!o->how->has_acts) rfi_pool_run(pool, rfi_cpu_gather_pair, o, o->n_rows * par->n_used);
     o->cut.n_units = (par->n_out + RFI_CPU_UNIT - 1) / RFI_CPU_UNIT;
     const uint64_t share = (uint64_t)o->cut.n_units * p->pairs.n_active / ((uint64_t)pool->n_threads * 4);
-    o->cut.small = (uint32_t)rfi_max_u64(2, rfi_min_u64(RFI_CPU_ROWS / RFI_CPU_UNIT, share));
+    o->cut.max = (uint32_t)rfi_max_u64(2, rfi_min_u64(rfi_cpu_max_units(o->n_rows), share));
     rfi_pool_run(pool, rfi_cpu_experts, o,
-                 p->pairs.n_active * ((o->cut.n_units + o->cut.small - 1) / o->cut.small));
+                 p->pairs.n_active * ((o->cut.n_units + o->cut.max - 1) / o->cut.max));
 }
 
 static void rfi_cpu_run_conv(rfi_cpu_op *o) {
