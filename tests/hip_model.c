@@ -206,6 +206,9 @@ static const mg_options mixtures[] = {
      .post_norm = 1, .sinks = 1, .window = 8, .seed = 6},
     {.arch = "glm4moe", .type = MG_Q8_0, .n_experts = 40, .n_used = 2, .n_shared = 1, .n_ff_shared = 32, .n_layers = 3, .n_dense = 1,
      .gating = 2, .bias_choice = 1, .seed = 7},
+    {.arch = "qwen3moe", .type = MG_IQ4_XS, .n_experts = 9, .n_used = 3, .seed = 5},
+    {.arch = "qwen3moe", .type = MG_IQ4_NL, .n_experts = 9, .n_used = 3, .seed = 5},
+    {.arch = "qwen3moe", .type = MG_NVFP4, .n_experts = 9, .n_used = 3, .seed = 6},
 };
 
 /* GELUs, and norms of the results of attention and feed-forward. */

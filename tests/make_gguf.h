@@ -288,10 +288,11 @@ MG_FN void mg_put_random_block(mg_buf *b, mg_rng *r, uint32_t type, float v) {
     const float d = v / table[i].deviation, dmin = 1.5f * d; /* Q2_K: 7.5 * dmin = 7.5 * 1.5 * d */
     const uint16_t half[2] = {mg_f16(d), mg_f16(dmin)};
     int e;
-    const float fraction = frexpf(d, &e); /* d = fraction * 2^e, from 0.5 on */
+    (void)frexpf(d, &e); /* d = fraction * 2^e, from 0.5 on */
     if (type == MG_MXFP4) block[0] = (unsigned char)(e + 126); /* 127 is 1 */
-    else if (type == MG_NVFP4) /* 4 bits of exponent, 7 for 1, and 3 bits after the point; what is too small: 1 / 512 */
-        memset(block, e < -5 ? 1 : (e + 6) << 3 | ((int)(fraction * 16) & 7), 4);
+    else if (type == MG_NVFP4) /* 4 bits of exponent, 7 for 1, and 3 random bits behind; below: 1 to 4 times 1 / 512 */
+        for (int k = 0; k < 4; k++)
+            block[k] = (unsigned char)(e < -5 ? 1 + (block[k] & 3) : (e + 6) << 3 | (block[k] & 7));
     else if (type == MG_IQ1_M)
         for (int k = 0; k < 4; k++) block[49 + 2 * k] = (unsigned char)((block[49 + 2 * k] & 15) | (half[0] >> 4 * k & 15) << 4);
     else memcpy(block + table[i].at, half, type == MG_Q2_K ? 4 : 2);
