@@ -12574,8 +12574,8 @@ RFI_INLINE void rfi_prefetch(const uint8_t *row, uint64_t ahead, uint32_t n) {
     for (uint32_t i = 0; i < n; i += 64) __builtin_prefetch((const void *)((uintptr_t)row + ahead + i), 0, 2);
 }
 
-/* Bytes from the begin of a row to prefetch while the unit at offset is read: ahead, or past the end of the row in the
- * one that is read in its place after n_rows rows. */
+/* Where to prefetch, in bytes from a row's start, while the unit at offset is read. Past the row's end: in the row that
+ * this lane reads next, n_rows further on. */
 RFI_INLINE uint64_t rfi_ahead(uint64_t offset, uint32_t ahead, uint64_t row_bytes, uint32_t n_rows) {
     return offset + ahead + (offset + ahead < row_bytes ? 0 : (n_rows - 1) * row_bytes);
 }
@@ -12618,8 +12618,8 @@ typedef struct rfi_expanded_rows {
     _Alignas(64) rfi_expanded unit[16];
 } rfi_expanded_rows;
 
-/* Expands groups [g, g + 8) of n_lanes rows, or as many as are left, and prefetches those `ahead` bytes from a row's
- * begin. */
+/* Expands groups [g, g + 8) of n_lanes rows, or as many as are left, and prefetches units `ahead` bytes from the rows'
+ * start. */
 static void rfi_rows_expand(const rfi_quant_matmul *q, const rfi_matmul *m, const rfi_rows *r, uint32_t g,
                             uint64_t ahead, rfi_expanded_rows *out) {
     const uint64_t offset = (uint64_t)(g / 8) * q->unit_bytes;
