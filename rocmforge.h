@@ -15690,10 +15690,11 @@ static uint32_t rfi_cpu_cut_chunk(const rfi_cpu_cut *c, uint32_t chunk, uint32_t
     return (uint32_t)rfi_min_u64(c->n_units, at);
 }
 
+/* Chunks, counted by the n_threads of one size; the last of them may be empty. */
 static uint32_t rfi_cpu_cut_chunks(const rfi_cpu_cut *c) {
     uint32_t n = c->n_max, end = 0;
-    while (rfi_cpu_cut_chunk(c, n, &end) < c->n_units) n++;
-    return n;
+    while (rfi_cpu_cut_chunk(c, n, &end) < c->n_units) n += c->n_threads;
+    return (uint32_t)rfi_min_u64(n, c->n_units);
 }
 
 static void rfi_cpu_matmul(void *ctx, uint32_t chunk, uint32_t thread) {
