@@ -3967,25 +3967,24 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_norm_dots(
     const rfk_product p = rfk_pick(a, &row);
     const size_t at = (size_t)(p.row0 + row) * n;
     const float *in = a.in + (size_t)blockIdx.y * a.in_stride;
-    float w[4][4], norm[4], x[4], squares = 0, sum = 0; /* w: those of the first 4096 values are loaded early */
+    float w[4][4], norm[4][4], x[4], squares = 0, sum = 0; /* w, norm: the first 4096 values are loaded early */
     RFK_UNROLL(4)
     for (uint32_t j = 0; j < 4; j++) {
         const uint32_t i = threadIdx.x + j * RFK_BLOCK;
         rfk_load_any4(p.w.plane[0], p.type, at, i, n, w[j]);
-        rfk_load_any4(a.norm, a.norm_type, 0, i, n, norm);
-        for (int k = 0; k < 4; k++) w[j][k] *= norm[k];
+        rfk_load_any4(a.norm, a.norm_type, 0, i, n, norm[j]);
     }
     rfk_wait_previous();
     RFK_UNROLL(4)
-    for (uint32_t j = 0; j < 4; j++) {
+    for (uint32_t j = 0; j < 4; j++) { /* x is on its way before anything waits for w */
         rfk_get4(in, threadIdx.x + j * RFK_BLOCK, n, x);
-        for (int k = 0; k < 4; k++) squares += x[k] * x[k], sum += x[k] * w[j][k];
+        for (int k = 0; k < 4; k++) squares += x[k] * x[k], sum += x[k] * (w[j][k] * norm[j][k]);
     }
     for (uint32_t i = threadIdx.x + 4 * RFK_BLOCK; i < n / 4; i += RFK_BLOCK) {
         rfk_get4(in, i, n, x);
         rfk_load_any4(p.w.plane[0], p.type, at, i, n, w[0]);
-        rfk_load_any4(a.norm, a.norm_type, 0, i, n, norm);
-        for (int k = 0; k < 4; k++) squares += x[k] * x[k], sum += x[k] * (w[0][k] * norm[k]);
+        rfk_load_any4(a.norm, a.norm_type, 0, i, n, norm[0]);
+        for (int k = 0; k < 4; k++) squares += x[k] * x[k], sum += x[k] * (w[0][k] * norm[0][k]);
     }
     squares = rfk_block_sum<WAVE>(s, 0, squares, blockDim.x);
     sum = rfk_block_sum<WAVE>(s, 1, sum, blockDim.x);
@@ -3993,8 +3992,8 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_BLOCK) rfk_norm_dots(
     if (threadIdx.x == 0) rfk_put(p, row, blockIdx.y, sum * scale);
     for (uint32_t i = blockIdx.x + gridDim.x * threadIdx.x; i < n / 4; i += gridDim.x * blockDim.x) {
         rfk_get4(in, i, n, x);
-        rfk_load_any4(a.norm, a.norm_type, 0, i, n, norm);
-        for (int k = 0; k < 4; k++) x[k] *= scale * norm[k];
+        rfk_load_any4(a.norm, a.norm_type, 0, i, n, norm[0]);
+        for (int k = 0; k < 4; k++) x[k] *= scale * norm[0][k];
         rfk_set4(a.norm_out + (size_t)blockIdx.y * a.out_stride, i, n, x);
     }
 }
@@ -5366,11 +5365,22 @@ static uint32_t rfk_max_in_flight(uint32_t type) {
 #undef RFK_MAX_CASE
 }
 
+/* Types that a kernel is compiled for: those of Q4_K_M or Q5_K_M files, all of RFK_FUSED_TYPES, others, or one alone.
+ * Less code takes less time to fetch, and does not lose registers to other types. One row on an H200: 8B, Q4_K_M 2 to
+ * 3 %, Q5_K_M 5 %; qwen3moe 30B, IQ4_XS 6 %, Q8_0 3 %. */
+enum { RFK_SET_Q4_K_M, RFK_SET_Q5_K_M, RFK_SET_FUSED, RFK_SET_OTHER, RFK_SET_ONE /* + type */ };
+static __host__ __device__ constexpr bool rfk_is_in(int set, uint32_t type) {
+    return set >= RFK_SET_ONE      ? type == (uint32_t)(set - RFK_SET_ONE)
+           : set == RFK_SET_Q4_K_M ? type == RF_TYPE_Q4_K || type == RF_TYPE_Q6_K
+           : set == RFK_SET_Q5_K_M ? type == RF_TYPE_Q5_K || type == RF_TYPE_Q6_K
+                                   : set == RFK_SET_FUSED;
+}
+
 /* grid: the blocks of each product   block RFK_FUSED_BLOCK   LDS 6 KiB and 1.5 bytes a value of the column
  *   reads W once
- * U: fragments in flight a lane, or fewer if the type needs more registers; OTHER: for RFK_OTHER types, where U does
- * not matter */
-template <int WAVE, int U, bool OTHER>
+ * U: fragments in flight a lane, or fewer if the type needs more registers; SET: RFK_SET_OTHER is for RFK_OTHER types,
+ * where U does not matter */
+template <int WAVE, int U, int SET>
 static __global__ void RFK_RESIDENT(RFK_FUSED_BLOCK, RFK_FUSED_RESIDENT) rfk_fused_matvec(rfk_fused_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
     RFK_SHARED(rfk_fused_shared, s);
@@ -5385,7 +5395,7 @@ static __global__ void RFK_RESIDENT(RFK_FUSED_BLOCK, RFK_FUSED_RESIDENT) rfk_fus
     if (which == 2) p = a.part[2];
 #endif
     const rfk_column c = rfk_column_in(column, a.n_in);
-    if (OTHER) {
+    if (SET == RFK_SET_OTHER) {
 #define RFK_ONE_CASE(TYPE) \
     case TYPE: \
         if (rfk_built<TYPE>::is) \
@@ -5401,7 +5411,8 @@ static __global__ void RFK_RESIDENT(RFK_FUSED_BLOCK, RFK_FUSED_RESIDENT) rfk_fus
     }
 #define RFK_FUSED_CASE(TYPE, max) \
     case TYPE: \
-        if (rfk_built<TYPE>::is) rfk_fused_block<TYPE, WAVE, (U < max ? U : max)>(a, p, number, n_blocks, c, s); \
+        if (rfk_built<TYPE>::is && rfk_is_in(SET, TYPE)) \
+            rfk_fused_block<TYPE, WAVE, (U < max ? U : max)>(a, p, number, n_blocks, c, s); \
         break;
     switch (p.type) {
         RFK_FUSED_TYPES(RFK_FUSED_CASE)
@@ -5437,14 +5448,6 @@ template <int WAVE> RFK_DEVICE void rfk_wave_sums(float *x, float *y) {
 /* Units of RFK_OTHER types in flight, of each row of the pair. */
 #define RFK_PAIRS_UNITS(TYPE) ((TYPE) == RF_TYPE_TQ1_0 ? 2 : 4)
 #if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
-/* Types that kernels are compiled for: those of Q4_K_M or Q5_K_M files, all of RFK_FUSED_TYPES, or others. Less code
- * takes less time to fetch, and does not lose registers to other types: 8B on an H200, Q4_K_M 2 to 3 %, Q5_K_M 5 % of a
- * step of one row. */
-enum { RFK_SET_Q4_K_M, RFK_SET_Q5_K_M, RFK_SET_FUSED, RFK_SET_OTHER };
-static __host__ __device__ constexpr bool rfk_is_in(int set, uint32_t type) {
-    return set == RFK_SET_FUSED || (set != RFK_SET_OTHER && type == RF_TYPE_Q6_K) ||
-           (set == RFK_SET_Q4_K_M && type == RF_TYPE_Q4_K) || (set == RFK_SET_Q5_K_M && type == RF_TYPE_Q5_K);
-}
 /* A result that a lane keeps, of a GLU two products: with as many as a wave has lanes, or all, the lanes finish theirs
  * at once. */
 struct rfk_pairs_result {
@@ -5554,8 +5557,7 @@ RFK_DEVICE void rfk_pairs_block(const rfk_fused_args &a, const rfk_product &p, u
 }
 
 /* grid: the blocks of each product   block RFK_PAIRS_BLOCK   LDS 6 KiB and 1.5 bytes a value of the column
- *   reads W once
- * SET: RFK_SET_OTHER stands for RFK_OTHER types here */
+ *   reads W once */
 template <int SET> static __global__ void RFK_RESIDENT(RFK_PAIRS_BLOCK, 1) rfk_pairs_matvec(rfk_fused_args a) {
     RFK_SHARED(rfk_fused_shared, s);
     RFK_DYNAMIC(int4, column);
@@ -5570,7 +5572,7 @@ template <int SET> static __global__ void RFK_RESIDENT(RFK_PAIRS_BLOCK, 1) rfk_p
         break;
 #define RFK_PAIRS_UNITS_CASE(TYPE) \
     case TYPE: \
-        if (rfk_built<TYPE>::is && SET == RFK_SET_OTHER) \
+        if (rfk_built<TYPE>::is && (SET == RFK_SET_OTHER || rfk_is_in(SET, TYPE))) \
             rfk_pairs_block<RFK_ONE(TYPE), RFK_PAIRS_UNITS(TYPE)>(a, p, number, n_blocks, c, s); \
         break;
     switch (p.type) {
@@ -5591,11 +5593,43 @@ static int rfk_set_of(const rfk_product *part) {
             if (part[i].end_block > from) is[set] = is[set] && rfk_is_in(set, part[i].type);
     return is[RFK_SET_Q4_K_M] ? RFK_SET_Q4_K_M : is[RFK_SET_Q5_K_M] ? RFK_SET_Q5_K_M : RFK_SET_FUSED;
 }
+/* That of a launch of one row: that of its type where kernels are compiled for it alone. */
+static int rfk_row_set_of(const rfk_product *part, bool other) {
+    const int set = other ? RFK_SET_OTHER : rfk_set_of(part);
+    bool one = set >= RFK_SET_FUSED;
+    for (uint32_t i = 0, from = 0; i < RFK_PRODUCTS; from = part[i++].end_block)
+        one = one && (part[i].end_block == from || part[i].type == part[0].type);
+    return one ? RFK_SET_ONE + (int)part[0].type : set;
+}
+static constexpr int rfk_set_of_one(int type) { /* no kernels for one of Q4_K_M or Q5_K_M alone: no gain */
+    return rfk_is_in(RFK_SET_Q4_K_M, type) || rfk_is_in(RFK_SET_Q5_K_M, type) ? RFK_SET_FUSED : RFK_SET_ONE + type;
+}
 static void (*rfk_find_pairs(int set))(rfk_fused_args) {
-    return set == RFK_SET_Q4_K_M   ? rfk_pairs_matvec<RFK_SET_Q4_K_M>
-           : set == RFK_SET_Q5_K_M ? rfk_pairs_matvec<RFK_SET_Q5_K_M>
-           : set == RFK_SET_FUSED  ? rfk_pairs_matvec<RFK_SET_FUSED>
-                                   : rfk_pairs_matvec<RFK_SET_OTHER>;
+#define RFK_PAIRS_ONE(TYPE) \
+    case RFK_SET_ONE + (int)TYPE: return rfk_pairs_matvec<rfk_set_of_one(RFK_BUILT(TYPE))>;
+#define RFK_PAIRS_ONE_FUSED(TYPE, max) RFK_PAIRS_ONE(TYPE)
+    switch (set) {
+    case RFK_SET_Q4_K_M: return rfk_pairs_matvec<RFK_SET_Q4_K_M>;
+    case RFK_SET_Q5_K_M: return rfk_pairs_matvec<RFK_SET_Q5_K_M>;
+    case RFK_SET_OTHER: return rfk_pairs_matvec<RFK_SET_OTHER>;
+        RFK_FUSED_TYPES(RFK_PAIRS_ONE_FUSED)
+        RFK_OTHER32_TYPES(RFK_PAIRS_ONE)
+        RFK_OTHER16_TYPES(RFK_PAIRS_ONE)
+        RFK_PAIRS_ONE(RF_TYPE_Q2_K)
+    default: return rfk_pairs_matvec<RFK_SET_FUSED>;
+    }
+#undef RFK_PAIRS_ONE_FUSED
+#undef RFK_PAIRS_ONE
+}
+/* With one fragment in flight. */
+static void (*rfk_find_fused_one(int set))(rfk_fused_args) {
+#define RFK_FUSED_ONE(TYPE, max) \
+    case RFK_SET_ONE + (int)TYPE: return rfk_fused_matvec<32, 1, rfk_set_of_one(RFK_BUILT(TYPE))>;
+    switch (set) {
+        RFK_FUSED_TYPES(RFK_FUSED_ONE)
+    default: return rfk_fused_matvec<32, 1, RFK_SET_FUSED>;
+    }
+#undef RFK_FUSED_ONE
 }
 #endif
 
@@ -13965,15 +13999,16 @@ static void rfk_allow_kernels(rf_dev *d) {
     rfk_scope scope(d->index); /* attributes belong to the current device */
     cudaFuncAttributes kernel;
     int value = 0;
-    const void *const matvec = (const void *)rfk_fused_matvec<32, 1, false>;
+    const void *const matvec = (const void *)rfk_fused_matvec<32, 1, RFK_SET_FUSED>;
     memset(&kernel, 0, sizeof kernel);
     /* griddepcontrol is in code for sm_90 and later */
     d->early = cudaFuncGetAttributes(&kernel, matvec) == cudaSuccess && kernel.ptxVersion >= 90;
     d->clusters =
         d->early && cudaDeviceGetAttribute(&value, cudaDevAttrClusterLaunch, d->index) == cudaSuccess && value;
-    (void)rfk_allow_memory(matvec, RFK_MAX_COLUMN / 64 * 96 + RFK_MAX_GRID);
-    for (int set = 0; set <= RFK_SET_OTHER; set++)
+    for (int set = 0; set < RFK_SET_ONE + (int)RF_TYPE_COUNT; set++) {
+        (void)rfk_allow_memory((const void *)rfk_find_fused_one(set), RFK_MAX_COLUMN / 64 * 96 + RFK_MAX_GRID);
         (void)rfk_allow_memory((const void *)rfk_find_pairs(set), RFK_MAX_COLUMN / 64 * 96 + RFK_MAX_GRID);
+    }
     for (uint32_t type = 0; type < RF_TYPE_COUNT; type++) {
         if (!rfk_staged_kernel(type, 8)) continue;
         for (uint32_t cols = d->direct; cols >= 8; cols -= 8)
@@ -16964,11 +16999,12 @@ static void rfk_bind_deferred_norm(rf_prepared *p, const rfk_fused *f, rfk_fused
 
 template <int WAVE> static void (*rfk_find_fused_matvec(bool other, uint32_t fragments))(rfk_fused_args) {
 #if defined(RFK_NVIDIA)
-    (void)other, (void)fragments; /* of RFK_OTHER and of 2, the caller takes rfk_pairs_matvec */
-    return rfk_fused_matvec<WAVE, 1, false>;
+    (void)other, (void)fragments; /* the caller takes rfk_find_fused_one or rfk_find_pairs */
+    return rfk_fused_matvec<WAVE, 1, RFK_SET_FUSED>;
 #else
-    if (other) return rfk_fused_matvec<WAVE, 1, true>;
-    return fragments == 1 ? rfk_fused_matvec<WAVE, 1, false> : rfk_fused_matvec<WAVE, RFK_MAX_IN_FLIGHT, false>;
+    if (other) return rfk_fused_matvec<WAVE, 1, RFK_SET_OTHER>;
+    return fragments == 1 ? rfk_fused_matvec<WAVE, 1, RFK_SET_FUSED>
+                          : rfk_fused_matvec<WAVE, RFK_MAX_IN_FLIGHT, RFK_SET_FUSED>;
 #endif
 }
 
@@ -17119,8 +17155,9 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
         RFK_BY_WAVE(l, rfk_find_fused_matvec<32>(other, config->in_flight),
                     rfk_find_fused_matvec<64>(other, config->in_flight));
 #if defined(RFK_NVIDIA) || defined(ROCMFORGE_HIP_EMU)
-    if (pairs)
-        kernel = rfk_find_pairs(other ? RFK_SET_OTHER : rfk_set_of(a.part));
+    const int set = rfk_row_set_of(a.part, other);
+    if (pairs) kernel = rfk_find_pairs(set);
+    else if (RFK_HAS_PAIRS(p->dev)) kernel = rfk_find_fused_one(set);
 #endif
     return rfk_enqueue_config(l, kernel, c, a);
 }
