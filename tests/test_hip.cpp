@@ -3177,8 +3177,8 @@ static void test_attention_of_rows() {
 /* ---- launch configs of a decode step ---- */
 
 /* norm -> three products; [x += norm of the third;] norm -> gate, up -> glu -> down, added to x [normed, too], and half a norm ->
- * logits. Returns what they write. */
-static std::vector<uint32_t> ways_model(Rig &g, uint32_t type, uint32_t n, uint32_t n_ff) {
+ * logits. second: the type of the second of the three products. Returns what they write. */
+static std::vector<uint32_t> ways_model(Rig &g, uint32_t type, uint32_t second, uint32_t n, uint32_t n_ff) {
     const bool post_norms = n_ff != n;
     const uint32_t widths[8] = {1, 33, post_norms ? n : 70, n_ff, n_ff, n, n, 40}, x = g.buffer(n), xn = g.buffer(n);
     std::vector<uint32_t> out;
@@ -3189,7 +3189,7 @@ static std::vector<uint32_t> ways_model(Rig &g, uint32_t type, uint32_t n, uint3
         if (i == 0 || i == 3 || i == 6) g.norm(i < 6 ? x : out[6], i < 6 ? xn : out[6], 1, n, g.vector(values(n)));
         if (i == 6) continue;
         if (i == 5) g.glu(out[3], out[4], out[3], n_ff)->glu.activation = n_ff == n ? RF_ACT_SILU : RF_ACT_GELU;
-        const uint32_t n_in = i == 5 ? n_ff : n, t = n_in % block_elements(type) ? (uint32_t)RF_TYPE_Q4_0 : type;
+        const uint32_t n_in = i == 5 ? n_ff : n, t = n_in % block_elements(type) ? (uint32_t)RF_TYPE_Q4_0 : i == 1 ? second : type;
         g.matmul(i < 5 ? xn : i == 5 ? out[3] : out[6], out.back(), n_in, widths[i],
                  g.weight(t, n_in, widths[i], random_rows(t, n_in, widths[i])))
             ->flags = i == 5 && !post_norms ? RF_OP_ACCUMULATE : 0;
@@ -3202,11 +3202,11 @@ static std::vector<uint32_t> ways_model(Rig &g, uint32_t type, uint32_t n, uint3
 
 /* A step again and again, until it ran in each of its configs, or until they are timed: the same bits in each of them, of all that
  * it writes. */
-static void ways_case(uint32_t type, uint32_t n, uint32_t n_ff, rf_dev *d, uint32_t wave, bool to_end) {
+static void ways_case(uint32_t type, uint32_t second, uint32_t n, uint32_t n_ff, rf_dev *d, uint32_t wave, bool to_end) {
     char what[96];
-    snprintf(what, sizeof what, "configs %s %u x %u, waves of %u", type_name(type), n, n_ff, wave);
+    snprintf(what, sizeof what, "configs %s beside %s %u x %u, waves of %u", type_name(type), type_name(second), n, n_ff, wave);
     Rig g(d);
-    const std::vector<uint32_t> out = ways_model(g, type, n, n_ff);
+    const std::vector<uint32_t> out = ways_model(g, type, second, n, n_ff);
     g.whole = true;
     REQUIRE(g.open(1) == RF_OK, "%s: %s", what, g.err.text);
     const bool two = type == RF_TYPE_Q4_0 || type == RF_TYPE_Q4_1 || type == RF_TYPE_Q5_0 || type == RF_TYPE_Q5_1 ||
@@ -3253,9 +3253,11 @@ static void test_ways() {
         for (uint32_t k = 3; k < N_TYPES; k += stride) /* those from 11 on share a kernel */
             if (k < 12 || k == 22 || full) { /* rows of less than a turn of the lanes, and of more than two */
                 const bool to_end = full || k == 3 || k == 4; /* of two configs, and of four */
-                ways_case(types[k], 256, 256, d, wave, to_end);
-                ways_case(types[k], 64 * (2 * wave + 8), 64, d, wave, to_end);
+                ways_case(types[k], types[k], 256, 256, d, wave, to_end);
+                ways_case(types[k], types[k], 64 * (2 * wave + 8), 64, d, wave, to_end);
             }
+        ways_case(RF_TYPE_Q4_0, RF_TYPE_Q8_0, 256, 256, d, wave, false); /* a launch of two types */
+        ways_case(RF_TYPE_IQ4_XS, RF_TYPE_Q3_K, 256, 256, d, wave, false);
 #ifdef RF_TEST_EMU
         rf_device_info info;
         hip_emu_elapsed(-1);
