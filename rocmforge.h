@@ -12744,10 +12744,12 @@ static void rfi_matmul_quant(const rfi_kernels *k, uint32_t type, const rfi_matm
     rfi_quant_matmul q = {.k = k, .type = type, .n_blocks = 256 / rfi_types[type].block_elements};
     if (m->n_rows == 0 || m->n_cols == 0 || m->n_in == 0) return;
     if (rfi_expansions[type].kind) q.expand = k->expander(type);
+    const int few = m->n_cols <= k->n_few[q.expand != NULL];
+    if (few && k->quant[type].vector) q.expand = NULL;
     if (q.expand) q.type = rfi_expansions[type].kind;
     q.unit_bytes = q.n_blocks * rfi_types[type].block_bytes;
     q.quant = &k->quant[q.type];
-    if (m->n_cols > k->n_few[q.expand != NULL]) rfi_matmul_panels(&q, m);
+    if (!few) rfi_matmul_panels(&q, m);
     else rfi_matmul_vector(&q, m);
 }
 
@@ -12824,6 +12826,13 @@ RFI_INLINE uint32_t rfi_unit_bytes(uint32_t type) {
     X(avx512, RFI_512, IQ4_NL, RF_TYPE_IQ4_NL) X(avx512, RFI_512, IQ4_XS, RF_TYPE_IQ4_XS) \
     X(avx512, RFI_512, MXFP4, RF_TYPE_MXFP4) X(avx512, RFI_512, NVFP4, RF_TYPE_NVFP4)     \
     X(avx512, RFI_512, TQ2_0, RF_TYPE_TQ2_0)
+/* Types that are expanded for many columns only. */
+#define RFI_GRID_TYPES(X) X(IQ2_XXS) X(IQ2_XS) X(IQ2_S) X(IQ3_XXS) X(IQ3_S) X(IQ1_S) X(IQ1_M)
+#define RFI_FEW_TYPES_scalar(X)
+#define RFI_FEW_TYPES_avx2(X)
+#define RFI_FEW_TYPES_neon(X)
+#define RFI_FEW_TYPES_avx512(X) RFI_GRID_TYPES(X)
+#define RFI_FEW_ENTRY(TYPE) [RF_TYPE_##TYPE] = {RFI_IF_BUILT(RF_TYPE_##TYPE, rfi_avx512_grid_##TYPE), NULL},
 
 /* ---- float matmul, common to all instruction sets ---- */
 
@@ -12897,7 +12906,7 @@ static void rfi_matmul_float(void (*tile)(rfi_float_tile *), uint32_t value_byte
 #define RFI_KERNELS(isa, elementwise)                                                                                 \
     .n_lanes = RFI_LANES_##isa, .n_panels = RFI_PANELS_##isa, .n_cols = RFI_COLS_##isa,                               \
     .n_few = {RFI_FEW_##isa, RFI_FEW_EXPANDED_##isa},                                                                 \
-    .quant = {RFI_QUANT_TYPES(RFI_QUANT_ENTRY, isa, )},                                                               \
+    .quant = {RFI_QUANT_TYPES(RFI_QUANT_ENTRY, isa, ) RFI_FEW_TYPES_##isa(RFI_FEW_ENTRY)},                            \
     .tile = rfi_##isa##_tile, .expander = rfi_##isa##_expander,                                                       \
     .float_tile = {[RF_TYPE_F32] = rfi_##isa##_tile_F32,                                                              \
                    [RF_TYPE_F16] = RFI_IF_BUILT(RF_TYPE_F16, rfi_##isa##_tile_F16),                                   \
@@ -13396,13 +13405,8 @@ RFI_INLINE RFI_256 void rfi_256_of_grid(uint32_t type, const void *grid, const r
         rfi_256_runs_scales(RF_TYPE_##TYPE, &b, e->s);                                                   \
         rfi_256_of_grid(RF_TYPE_##TYPE, b.grid, &places, e->q);                                          \
     }
-RFI_GRID_EXPANDER(IQ2_XXS)
-RFI_GRID_EXPANDER(IQ2_XS)
-RFI_GRID_EXPANDER(IQ2_S)
-RFI_GRID_EXPANDER(IQ3_XXS)
-RFI_GRID_EXPANDER(IQ3_S)
-RFI_GRID_EXPANDER(IQ1_S)
-RFI_GRID_EXPANDER(IQ1_M)
+RFI_GRID_TYPES(RFI_GRID_EXPANDER)
+#undef RFI_GRID_EXPANDER
 
 /* 16 int8 times d. */
 RFI_INLINE RFI_256 void rfi_256_times(__m128i v, float d, float *s) {
@@ -14063,6 +14067,160 @@ static RFI_512 void rfi_avx512_tile(const rfi_tile *t) {
     if (rfi_kind_min(rfi_kind_of(t->type))) rfi_512_tiles(1, t);
     else rfi_512_tiles(0, t);
 }
+
+/* ---- types with grids, few columns: 16 rows at a time, without a transpose of their values ----
+ * A vector has the same run of eight rows, eight values each: a row's sums are in two lanes, which are added once a
+ * group, or half of one. */
+typedef struct rfi_512_runs {
+    _Alignas(64) uint16_t at[16][64];   /* [row][run, IQ3: half of one] places in the grid */
+    _Alignas(32) uint8_t raw[16][32];   /* [row][run] signs                                */
+    _Alignas(64) uint8_t signs[32][16]; /* [run][row]                                      */
+    _Alignas(64) float s[16 * 16];      /* [group, or half of one][row]                    */
+    rfi_expanded scales[16];            /* [row] their s                                   */
+    const void *grid;
+} rfi_512_runs;
+
+/* signs = raw, transposed. Four times: rows i and i + 8 become rows 2i and 2i + 1, their bytes in turn. */
+RFI_INLINE RFI_512 void rfi_512_transpose_signs(rfi_512_runs *o) {
+    __m256i v[2][16];
+    RFI_UNROLL(16)
+    for (uint32_t i = 0; i < 16; i++) v[0][i] = rfi_256_load(o->raw[i]);
+    RFI_UNROLL(4)
+    for (uint32_t step = 0; step < 4; step++)
+        RFI_UNROLL(8)
+        for (uint32_t i = 0; i < 8; i++) {
+            const __m256i a = v[step % 2][i], b = v[step % 2][i + 8];
+            v[1 - step % 2][2 * i] = _mm256_unpacklo_epi8(a, b);
+            v[1 - step % 2][2 * i + 1] = _mm256_unpackhi_epi8(a, b);
+        }
+    RFI_UNROLL(16)
+    for (uint32_t i = 0; i < 16; i++) {
+        _mm_store_si128((__m128i *)(void *)o->signs[i], _mm256_castsi256_si128(v[0][i]));
+        _mm_store_si128((__m128i *)(void *)o->signs[16 + i], _mm256_extracti128_si256(v[0][i], 1));
+    }
+}
+
+/* Places, signs and scales of a block of row l. */
+RFI_INLINE RFI_512 void rfi_512_places(uint32_t type, const uint8_t *p, uint32_t l, rfi_512_runs *o) {
+    const rfi_grid_block b = rfi_grid_block_of(type, p);
+    rfi_places places;
+    rfi_256_places(type, &b, &places);
+    rfi_256_runs_scales(type, &b, o->scales[l].s);
+    rfi_256_store(o->raw[l], rfi_256_load(places.signs));
+    RFI_UNROLL(4)
+    for (uint32_t i = 0; i < 4; i++)
+        if (i < 2 || rfi_runs_are_iq3(type)) rfi_256_store(o->at[l] + 16 * i, places.at[i]);
+    o->grid = b.grid;
+}
+
+/* Run e of rows 8i to 8i + 7, without signs. type is the first of IQ1, IQ2 or IQ3. */
+RFI_INLINE RFI_512 __m512i rfi_512_run(uint32_t type, const rfi_512_runs *o, uint32_t e, uint32_t i) {
+    const long long *const eights = (const long long *)o->grid;
+    const uint32_t *const fours = (const uint32_t *)o->grid;
+    const uint16_t (*const at)[64] = &o->at[8 * i];
+#define RFI_RUN(r)                                                                                      \
+    (rfi_runs_are_iq3(type) ? (long long)(fours[at[r][2 * e]] | (uint64_t)fours[at[r][2 * e + 1]] << 32) \
+                            : eights[at[r][e]])
+    return _mm512_set_epi64(RFI_RUN(7), RFI_RUN(6), RFI_RUN(5), RFI_RUN(4), RFI_RUN(3), RFI_RUN(2), RFI_RUN(1),
+                            RFI_RUN(0));
+#undef RFI_RUN
+}
+
+/* Sums of 16 rows: of the products of n runs from e on with x. IQ1: plus ten times the sum of x. */
+RFI_INLINE RFI_512 __m512i rfi_512_runs_sums(uint32_t type, const rfi_512_runs *o, uint32_t e, uint32_t n,
+                                             __m512i (*w)[2], const int8_t *x) {
+    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0),
+                  odd = _mm512_add_epi32(even, _mm512_set1_epi32(1)), zero = _mm512_setzero_si512();
+    __m512i sum[2] = {zero, zero};
+    RFI_UNROLL(4)
+    for (uint32_t k = 0; k < n; k++) {
+        const __m512i v = _mm512_set1_epi64((long long)rfi_load_u64(x + 8 * k));
+        RFI_UNROLL(2)
+        for (uint32_t i = 0; i < 2; i++) {
+            const __mmask64 minus = rfi_load_u64(o->signs[e + k] + 8 * i); /* a bit for each value */
+            const __m512i u = rfi_runs_are_iq1(type) ? v : _mm512_mask_sub_epi8(v, minus, zero, v);
+            sum[i] = _mm512_dpbusd_epi32(sum[i], w[k][i], u);
+        }
+    }
+    return _mm512_add_epi32(_mm512_permutex2var_epi32(sum[0], even, sum[1]),
+                            _mm512_permutex2var_epi32(sum[0], odd, sum[1]));
+}
+
+/* Adds a unit of 16 rows, with the bits of rfi_avx512_vector of the expanded type. x: the unit's inputs. */
+RFI_INLINE RFI_512 void rfi_512_runs_unit(uint32_t type, const rfi_512_runs *o, const rfi_q8 *x, uint64_t x_stride,
+                                          uint32_t n_cols, float *acc) {
+    const uint32_t n_halves = rfi_runs_have_16_scales(type) ? 2 : 1, n = 4 / n_halves;
+    __m512 y[RFI_FEW_COLS];
+    for (uint32_t c = 0; c < n_cols; c++) y[c] = _mm512_loadu_ps(acc + c * 16);
+    for (uint32_t g = 0; g < 8; g++)
+        RFI_UNROLL(2)
+        for (uint32_t h = 0; h < n_halves; h++) {
+            const __m512 d = _mm512_load_ps(o->s + (g * n_halves + h) * 16);
+            const uint32_t e = 4 * g + n * h;
+            __m512i w[4][2];
+            RFI_UNROLL(4)
+            for (uint32_t k = 0; k < n; k++)
+                RFI_UNROLL(2)
+                for (uint32_t i = 0; i < 2; i++) {
+                    w[k][i] = rfi_512_run(type, o, e + k, i);
+                    if (rfi_runs_are_iq1(type)) /* without a sign 2 more */
+                        w[k][i] = _mm512_mask_add_epi8(w[k][i], ~rfi_load_u64(o->signs[e + k] + 8 * i), w[k][i],
+                                                       _mm512_set1_epi8(2));
+                }
+            for (uint32_t c = 0; c < n_cols; c++) {
+                const rfi_q8 *xg = x + c * x_stride + g;
+                __m512i isum = rfi_512_runs_sums(type, o, e, n, w, xg->q + 16 * h);
+                if (rfi_runs_are_iq1(type)) /* -128 times the sum of inputs becomes -10 times */
+                    isum = _mm512_add_epi32(isum, _mm512_set1_epi32((n_halves == 1 ? xg->b : xg->b16[h]) / 128 * 10));
+                y[c] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(isum), _mm512_mul_ps(d, _mm512_set1_ps(xg->d)), y[c]);
+            }
+        }
+    for (uint32_t c = 0; c < n_cols; c++) _mm512_storeu_ps(acc + c * 16, y[c]);
+}
+/* Types whose units differ in nothing but the grid share a body. */
+static inline RFI_512 void rfi_512_unit_of(uint32_t type, const rfi_512_runs *o, const rfi_q8 *x, uint64_t stride,
+                                           uint32_t n, float *acc) {
+#define RFI_UNIT(TYPE)                                                                      \
+    case RF_TYPE_##TYPE:                                                                    \
+        if (n == 1) rfi_512_runs_unit(RF_TYPE_##TYPE, o, x, stride, 1, acc);                \
+        else rfi_512_runs_unit(RF_TYPE_##TYPE, o, x, stride, n, acc);                       \
+        break;
+    switch (type == RF_TYPE_IQ2_XS ? RF_TYPE_IQ2_S : type == RF_TYPE_IQ3_XXS ? RF_TYPE_IQ3_S : type) {
+        RFI_UNIT(IQ2_XXS)
+        RFI_UNIT(IQ2_S)
+        RFI_UNIT(IQ3_S)
+        RFI_UNIT(IQ1_S)
+        RFI_UNIT(IQ1_M)
+    }
+#undef RFI_UNIT
+}
+
+RFI_INLINE RFI_512 void rfi_512_grid_vector(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_columns *x,
+                                            float *acc) {
+    const uint32_t bytes = rfi_types[type].block_bytes;
+    rfi_512_runs o;
+    rfi_rows scales;
+    for (uint32_t l = 0; l < 16; l++) scales.row[l] = (const uint8_t *)&o.scales[l];
+    for (uint32_t g = 0; g < n_groups; g += 8) {
+        const uint64_t offset = (uint64_t)(g / 8) * bytes,
+                       ahead = rfi_ahead(offset, RFI_EXPAND_AHEAD * bytes, r->row_bytes, 16);
+        for (uint32_t l = 0; l < 16; l++) {
+            rfi_prefetch(r->row[l], ahead, bytes);
+            rfi_512_places(type, r->row[l] + offset, l, &o);
+        }
+        rfi_512_transpose_signs(&o);
+        rfi_512_scales(rfi_runs_have_16_scales(type) ? RFI_TYPE_EXPANDED_16 : RFI_TYPE_EXPANDED_32, &scales, 0, o.s,
+                       NULL);
+        rfi_512_unit_of(type, &o, x->x + g, x->stride, x->n, acc);
+    }
+}
+#define RFI_GRID_VECTOR(TYPE)                                                                                     \
+    static inline RFI_512 void rfi_avx512_grid_##TYPE(const rfi_rows *r, uint32_t n_groups, const rfi_columns *x, \
+                                                      float *acc) {                                               \
+        rfi_512_grid_vector(RF_TYPE_##TYPE, r, n_groups, x, acc);                                                 \
+    }
+RFI_GRID_TYPES(RFI_GRID_VECTOR)
+#undef RFI_GRID_VECTOR
 
 static rfi_expand_fn rfi_avx512_expander(uint32_t type) {
     switch (type) {
