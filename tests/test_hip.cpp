@@ -3250,12 +3250,11 @@ static void test_ways() {
         hip_emu_elapsed(1); /* one round will do */
 #endif
         const uint32_t wave = index ? 64 : 32;
-        for (uint32_t k = 3; k < N_TYPES; k += stride) /* those from 11 on share a kernel */
-            if (k < 12 || k == 22 || full) { /* rows of less than a turn of the lanes, and of more than two */
-                const bool to_end = full || k == 3 || k == 4; /* of two configs, and of four */
-                ways_case(types[k], types[k], 256, 256, d, wave, to_end);
-                ways_case(types[k], types[k], 64 * (2 * wave + 8), 64, d, wave, to_end);
-            }
+        for (uint32_t k = 3; k < N_TYPES; k += stride) { /* those from 11 on share a kernel, but NVIDIA's */
+            const bool own = k < 12 || k == 22 || full, to_end = full || k == 3 || k == 4; /* of two configs, and of four */
+            if (own || run == 2) ways_case(types[k], types[k], 256, 256, d, wave, to_end); /* rows of less than a turn of the lanes */
+            if (own) ways_case(types[k], types[k], 64 * (2 * wave + 8), 64, d, wave, to_end); /* and of more than two */
+        }
         ways_case(RF_TYPE_Q4_0, RF_TYPE_Q8_0, 256, 256, d, wave, false); /* a launch of two types */
         ways_case(RF_TYPE_IQ4_XS, RF_TYPE_Q3_K, 256, 256, d, wave, false);
 #ifdef RF_TEST_EMU
