@@ -12745,7 +12745,7 @@ static void rfi_matmul_quant(const rfi_kernels *k, uint32_t type, const rfi_matm
     if (m->n_rows == 0 || m->n_cols == 0 || m->n_in == 0) return;
     if (rfi_expansions[type].kind) q.expand = k->expander(type);
     const int few = m->n_cols <= k->n_few[q.expand != NULL];
-    if (few && k->quant[type].vector) q.expand = NULL;
+    if (few && k->quant[type].vector) q.expand = NULL; /* it takes them as they are stored */
     if (q.expand) q.type = rfi_expansions[type].kind;
     q.unit_bytes = q.n_blocks * rfi_types[type].block_bytes;
     q.quant = &k->quant[q.type];
@@ -12826,7 +12826,7 @@ RFI_INLINE uint32_t rfi_unit_bytes(uint32_t type) {
     X(avx512, RFI_512, IQ4_NL, RF_TYPE_IQ4_NL) X(avx512, RFI_512, IQ4_XS, RF_TYPE_IQ4_XS) \
     X(avx512, RFI_512, MXFP4, RF_TYPE_MXFP4) X(avx512, RFI_512, NVFP4, RF_TYPE_NVFP4)     \
     X(avx512, RFI_512, TQ2_0, RF_TYPE_TQ2_0)
-/* Types that are expanded for many columns only. */
+/* Types that are expanded for many columns only (n_few): they have vectors, but nothing that unpacks. */
 #define RFI_GRID_TYPES(X) X(IQ2_XXS) X(IQ2_XS) X(IQ2_S) X(IQ3_XXS) X(IQ3_S) X(IQ1_S) X(IQ1_M)
 #define RFI_FEW_TYPES_scalar(X)
 #define RFI_FEW_TYPES_avx2(X)
@@ -14113,7 +14113,7 @@ RFI_INLINE RFI_512 void rfi_512_places(uint32_t type, const uint8_t *p, uint32_t
     o->grid = b.grid;
 }
 
-/* Run e of rows 8i to 8i + 7, without signs. type is the first of IQ1, IQ2 or IQ3. */
+/* Run e of rows 8i to 8i + 7, without signs. */
 RFI_INLINE RFI_512 __m512i rfi_512_run(uint32_t type, const rfi_512_runs *o, uint32_t e, uint32_t i) {
     const long long *const eights = (const long long *)o->grid;
     const uint32_t *const fours = (const uint32_t *)o->grid;
@@ -14126,7 +14126,8 @@ RFI_INLINE RFI_512 __m512i rfi_512_run(uint32_t type, const rfi_512_runs *o, uin
 #undef RFI_RUN
 }
 
-/* Sums of 16 rows: of the products of n runs from e on with x. IQ1: plus ten times the sum of x. */
+/* Sums of 16 rows: of the products of n runs w, from run e on, with x. IQ2, IQ3: the signs of w are given to x; IQ1 has
+ * w plus ten, so that it is not negative. */
 RFI_INLINE RFI_512 __m512i rfi_512_runs_sums(uint32_t type, const rfi_512_runs *o, uint32_t e, uint32_t n,
                                              __m512i (*w)[2], const int8_t *x) {
     const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0),
@@ -14163,23 +14164,23 @@ RFI_INLINE RFI_512 void rfi_512_runs_unit(uint32_t type, const rfi_512_runs *o, 
                 RFI_UNROLL(2)
                 for (uint32_t i = 0; i < 2; i++) {
                     w[k][i] = rfi_512_run(type, o, e + k, i);
-                    if (rfi_runs_are_iq1(type)) /* without a sign 2 more */
+                    if (rfi_runs_are_iq1(type)) /* a value is 8 less than the grid's, or 10 with a sign */
                         w[k][i] = _mm512_mask_add_epi8(w[k][i], ~rfi_load_u64(o->signs[e + k] + 8 * i), w[k][i],
                                                        _mm512_set1_epi8(2));
                 }
             for (uint32_t c = 0; c < n_cols; c++) {
                 const rfi_q8 *xg = x + c * x_stride + g;
                 __m512i isum = rfi_512_runs_sums(type, o, e, n, w, xg->q + 16 * h);
-                if (rfi_runs_are_iq1(type)) /* -128 times the sum of inputs becomes -10 times */
+                if (rfi_runs_are_iq1(type)) /* -10 times the sum of inputs, of which b is -128 times */
                     isum = _mm512_add_epi32(isum, _mm512_set1_epi32((n_halves == 1 ? xg->b : xg->b16[h]) / 128 * 10));
                 y[c] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(isum), _mm512_mul_ps(d, _mm512_set1_ps(xg->d)), y[c]);
             }
         }
     for (uint32_t c = 0; c < n_cols; c++) _mm512_storeu_ps(acc + c * 16, y[c]);
 }
-/* Types whose units differ in nothing but the grid share a body. */
-static inline RFI_512 void rfi_512_unit_of(uint32_t type, const rfi_512_runs *o, const rfi_q8 *x, uint64_t stride,
-                                           uint32_t n, float *acc) {
+/* The same by type; types that differ in their grid alone share a body. */
+static inline RFI_512 void rfi_512_any_unit(uint32_t type, const rfi_512_runs *o, const rfi_q8 *x, uint64_t stride,
+                                            uint32_t n, float *acc) {
 #define RFI_UNIT(TYPE)                                                                      \
     case RF_TYPE_##TYPE:                                                                    \
         if (n == 1) rfi_512_runs_unit(RF_TYPE_##TYPE, o, x, stride, 1, acc);                \
@@ -14211,7 +14212,7 @@ RFI_INLINE RFI_512 void rfi_512_grid_vector(uint32_t type, const rfi_rows *r, ui
         rfi_512_transpose_signs(&o);
         rfi_512_scales(rfi_runs_have_16_scales(type) ? RFI_TYPE_EXPANDED_16 : RFI_TYPE_EXPANDED_32, &scales, 0, o.s,
                        NULL);
-        rfi_512_unit_of(type, &o, x->x + g, x->stride, x->n, acc);
+        rfi_512_any_unit(type, &o, x->x + g, x->stride, x->n, acc);
     }
 }
 #define RFI_GRID_VECTOR(TYPE)                                                                                     \

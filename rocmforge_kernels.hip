@@ -5593,7 +5593,7 @@ static int rfk_set_of(const rfk_product *part) {
             if (part[i].end_block > from) is[set] = is[set] && rfk_is_in(set, part[i].type);
     return is[RFK_SET_Q4_K_M] ? RFK_SET_Q4_K_M : is[RFK_SET_Q5_K_M] ? RFK_SET_Q5_K_M : RFK_SET_FUSED;
 }
-/* That of a launch of one row: that of its type where kernels are compiled for it alone. */
+/* That of a launch of one row: of its type alone, but of Q4_K_M or Q5_K_M if its types are in one of these. */
 static int rfk_row_set_of(const rfk_product *part, bool other) {
     const int set = other ? RFK_SET_OTHER : rfk_set_of(part);
     bool one = set >= RFK_SET_FUSED;
@@ -5601,7 +5601,8 @@ static int rfk_row_set_of(const rfk_product *part, bool other) {
         one = one && (part[i].end_block == from || part[i].type == part[0].type);
     return one ? RFK_SET_ONE + (int)part[0].type : set;
 }
-static constexpr int rfk_set_of_one(int type) { /* no kernels for one of Q4_K_M or Q5_K_M alone: no gain */
+/* The set of kernels for a type alone. Q4_K, Q5_K and Q6_K have none, as rfk_row_set_of says: no gain, or 2 % less. */
+static constexpr int rfk_set_of_one(int type) {
     return rfk_is_in(RFK_SET_Q4_K_M, type) || rfk_is_in(RFK_SET_Q5_K_M, type) ? RFK_SET_FUSED : RFK_SET_ONE + type;
 }
 static void (*rfk_find_pairs(int set))(rfk_fused_args) {
@@ -5621,7 +5622,7 @@ static void (*rfk_find_pairs(int set))(rfk_fused_args) {
 #undef RFK_PAIRS_ONE_FUSED
 #undef RFK_PAIRS_ONE
 }
-/* With one fragment in flight. */
+/* One fragment in flight, types of RFK_FUSED_TYPES. */
 static void (*rfk_find_fused_one(int set))(rfk_fused_args) {
 #define RFK_FUSED_ONE(TYPE, max) \
     case RFK_SET_ONE + (int)TYPE: return rfk_fused_matvec<32, 1, rfk_set_of_one(RFK_BUILT(TYPE))>;
