@@ -12775,16 +12775,22 @@ RFI_INLINE int rfi_has_codebook(uint32_t type) {
     return type == RF_TYPE_IQ4_NL || type == RF_TYPE_IQ4_XS || type == RF_TYPE_MXFP4 || type == RF_TYPE_NVFP4;
 }
 
+/* Values of two bits, four groups of a block in the same bytes. */
+RFI_INLINE int rfi_has_pairs(uint32_t type) {
+    return type == RF_TYPE_Q2_K || type == RF_TYPE_Q3_K || type == RF_TYPE_TQ2_0;
+}
+
 /* The bias: subtracted from the stored value. */
 RFI_INLINE int rfi_bias_of(uint32_t type) {
     return type == RF_TYPE_Q4_0 ? 8 : type == RF_TYPE_Q5_0 ? 16 : type == RF_TYPE_Q6_K ? 32 : type == RF_TYPE_Q3_K ? 4
-         : type == RF_TYPE_TQ2_0 ? 1 : rfi_has_codebook(type) ? 128 : 0;
+         : type == RF_TYPE_TQ2_0 ? 1 : type == RF_TYPE_MXFP4 || type == RF_TYPE_NVFP4 ? 16
+         : rfi_has_codebook(type) ? 128 : 0;
 }
 
 /* rfi_q8.b is -128 times the sum of inputs: this shift to the right makes it -bias times the sum. */
 RFI_INLINE int rfi_bias_shift(uint32_t type) {
-    return type == RF_TYPE_Q4_0 ? 4 : type == RF_TYPE_Q5_0 ? 3 : type == RF_TYPE_Q6_K ? 2 : type == RF_TYPE_Q3_K ? 5
-         : type == RF_TYPE_TQ2_0 ? 7 : 0;
+    return type == RF_TYPE_Q4_0 ? 4 : type == RF_TYPE_Q5_0 || type == RF_TYPE_MXFP4 || type == RF_TYPE_NVFP4 ? 3
+         : type == RF_TYPE_Q6_K ? 2 : type == RF_TYPE_Q3_K ? 5 : type == RF_TYPE_TQ2_0 ? 7 : 0;
 }
 
 RFI_INLINE uint32_t rfi_unit_bytes(uint32_t type) {
@@ -12817,15 +12823,15 @@ RFI_INLINE uint32_t rfi_unit_bytes(uint32_t type) {
     X(isa, TARGET, Q5_K, RF_TYPE_Q5_K) X(isa, TARGET, Q6_K, RF_TYPE_Q6_K)                               \
     X(isa, TARGET, EXPANDED_32, RFI_TYPE_EXPANDED_32) X(isa, TARGET, EXPANDED_16, RFI_TYPE_EXPANDED_16) \
     RFI_OWN_TYPES_##isa(X)
-/* Types of single instruction sets: of AVX-512 those that it does not expand, among them the only one with mins. */
+/* Types of single instruction sets: what AVX2 and AVX-512 take as it is stored, the others expand. */
 #define RFI_OWN_TYPES_scalar(X) X(scalar, RFI_NO_TARGET, EXPANDED_MIN, RFI_TYPE_EXPANDED_MIN)
-#define RFI_OWN_TYPES_avx2(X) X(avx2, RFI_256, EXPANDED_MIN, RFI_TYPE_EXPANDED_MIN)
 #define RFI_OWN_TYPES_neon(X) X(neon, RFI_NEON, EXPANDED_MIN, RFI_TYPE_EXPANDED_MIN)
-#define RFI_OWN_TYPES_avx512(X)                                                           \
-    X(avx512, RFI_512, Q2_K, RF_TYPE_Q2_K) X(avx512, RFI_512, Q3_K, RF_TYPE_Q3_K)         \
-    X(avx512, RFI_512, IQ4_NL, RF_TYPE_IQ4_NL) X(avx512, RFI_512, IQ4_XS, RF_TYPE_IQ4_XS) \
-    X(avx512, RFI_512, MXFP4, RF_TYPE_MXFP4) X(avx512, RFI_512, NVFP4, RF_TYPE_NVFP4)     \
-    X(avx512, RFI_512, TQ2_0, RF_TYPE_TQ2_0)
+#define RFI_OWN_TYPES_x86(X, isa, TARGET)                                                           \
+    X(isa, TARGET, Q2_K, RF_TYPE_Q2_K) X(isa, TARGET, Q3_K, RF_TYPE_Q3_K)                           \
+    X(isa, TARGET, IQ4_NL, RF_TYPE_IQ4_NL) X(isa, TARGET, IQ4_XS, RF_TYPE_IQ4_XS)                   \
+    X(isa, TARGET, MXFP4, RF_TYPE_MXFP4) X(isa, TARGET, NVFP4, RF_TYPE_NVFP4) X(isa, TARGET, TQ2_0, RF_TYPE_TQ2_0)
+#define RFI_OWN_TYPES_avx2(X) RFI_OWN_TYPES_x86(X, avx2, RFI_256)
+#define RFI_OWN_TYPES_avx512(X) RFI_OWN_TYPES_x86(X, avx512, RFI_512)
 /* Types that are expanded for many columns only (n_few): they have vectors, but nothing that unpacks. */
 #define RFI_GRID_TYPES(X) X(IQ2_XXS) X(IQ2_XS) X(IQ2_S) X(IQ3_XXS) X(IQ3_S) X(IQ1_S) X(IQ1_M)
 #define RFI_FEW_TYPES_scalar(X)
@@ -13090,12 +13096,6 @@ RFI_INLINE RFI_256 __m256i rfi_256_load(const void *p) { return _mm256_loadu_si2
 RFI_INLINE RFI_256 __m128i rfi_128_load(const void *p) { return _mm_loadu_si128((const __m128i *)p); }
 RFI_INLINE RFI_256 float rfi_256_f16(const void *p) { return _cvtsh_ss(rfi_load_u16(p)); }
 
-/* The values of a list that 16 low, and then 16 high, nibbles number. */
-RFI_INLINE RFI_256 __m256i rfi_256_codebook(const int8_t *list, const uint8_t *q) {
-    const __m128i v = rfi_128_load(q);
-    const __m256i nibbles = _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(v, 4), v), _mm256_set1_epi8(15));
-    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(rfi_128_load(list)), nibbles);
-}
 RFI_INLINE RFI_256 void rfi_256_store(void *p, __m256i v) { _mm256_storeu_si256((__m256i *)p, v); }
 
 /* The block of each of 8 groups, which serves n_groups; past the last one it is repeated. */
@@ -13111,66 +13111,13 @@ RFI_INLINE RFI_256 __m128i rfi_256_heads(const uint8_t *const *b) {
                          (short)rfi_load_u16(b[1]), (short)rfi_load_u16(b[0]));
 }
 
-static RFI_256 void rfi_256_expand_IQ4_NL(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
-    const uint8_t *b[8];
-    rfi_blocks_of(p, RFI_BYTES_IQ4_NL, 1, n_blocks, b);
-    _mm256_storeu_ps(e->s, _mm256_cvtph_ps(rfi_256_heads(b)));
-    RFI_UNROLL(8)
-    for (uint32_t g = 0; g < 8; g++) rfi_256_store(e->q + 32 * g, rfi_256_codebook(rfi_iq4_list, b[g] + 2));
-}
-
 /* 2^(head - 128), as rfi_expand_mxfp4. */
-RFI_INLINE RFI_256 void rfi_256_mxfp4_scales(const uint8_t *const *b, float *s) {
-    const __m256i x = _mm256_cvtepu16_epi32(_mm_and_si128(rfi_256_heads(b), _mm_set1_epi16(255)));
+RFI_INLINE RFI_256 void rfi_256_mxfp4_scales(__m128i heads, float *s) {
+    const __m256i x = _mm256_cvtepu16_epi32(_mm_and_si128(heads, _mm_set1_epi16(255)));
     const __m256i small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), x);
     const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(x, _mm256_set1_epi32(1)), 23);
     rfi_256_store(s, _mm256_blendv_epi8(normal, small, _mm256_cmpgt_epi32(_mm256_set1_epi32(2), x)));
 }
-static RFI_256 void rfi_256_expand_MXFP4(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
-    const uint8_t *b[8];
-    rfi_blocks_of(p, RFI_BYTES_MXFP4, 1, n_blocks, b);
-    rfi_256_mxfp4_scales(b, e->s);
-    RFI_UNROLL(8)
-    for (uint32_t g = 0; g < 8; g++) rfi_256_store(e->q + 32 * g, rfi_256_codebook(rfi_fp4_list, b[g] + 1));
-}
-
-RFI_INLINE RFI_256 void rfi_256_iq4_xs_scales(const rfi_block_iq4_xs *b, float *to) {
-    const __m256i low = _mm256_srlv_epi32(_mm256_set1_epi32((int)rfi_load_u32(b->scales_low)),
-                                          _mm256_set_epi32(28, 24, 20, 16, 12, 8, 4, 0));
-    const __m256i high = _mm256_srlv_epi32(_mm256_set1_epi32(rfi_load_u16(b->scales_high) << 4),
-                                           _mm256_set_epi32(14, 12, 10, 8, 6, 4, 2, 0));
-    const __m256i scale = _mm256_or_si256(_mm256_and_si256(low, _mm256_set1_epi32(15)),
-                                          _mm256_and_si256(high, _mm256_set1_epi32(0x30)));
-    const __m256 s = _mm256_cvtepi32_ps(_mm256_sub_epi32(scale, _mm256_set1_epi32(32)));
-    _mm256_storeu_ps(to, _mm256_mul_ps(s, _mm256_set1_ps(rfi_256_f16(b->d))));
-}
-static RFI_256 void rfi_256_expand_IQ4_XS(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
-    const rfi_block_iq4_xs *b = (const rfi_block_iq4_xs *)p;
-    RFI_UNUSED(n_blocks);
-    rfi_256_iq4_xs_scales(b, e->s);
-    RFI_UNROLL(8)
-    for (int g = 0; g < 8; g++) rfi_256_store(e->q + 32 * g, rfi_256_codebook(rfi_iq4_list, b->q + 16 * g));
-}
-
-/* As rfi_expand_pairs. */
-RFI_INLINE RFI_256 void rfi_256_expand_pairs(const uint8_t *p, const uint8_t *high, int n, int8_t *q) {
-    const __m256i less = _mm256_set1_epi8((char)n), third = high ? rfi_256_load(high) : less;
-    RFI_UNROLL(2)
-    for (int h = 0; h < 2; h++) {
-        const __m256i pairs = rfi_256_load(p + 32 * h);
-        RFI_UNROLL(4)
-        for (int k = 0; k < 4; k++, q += 32) {
-            const int bit = 4 * h + k;
-            __m256i v = _mm256_and_si256(_mm256_srli_epi16(pairs, 2 * k), _mm256_set1_epi8(3));
-            if (high) {
-                const __m256i t = bit < 2 ? _mm256_slli_epi16(third, 2 - bit) : _mm256_srli_epi16(third, bit - 2);
-                v = _mm256_or_si256(v, _mm256_and_si256(t, _mm256_set1_epi8(4)));
-            }
-            rfi_256_store(q, _mm256_sub_epi8(v, less));
-        }
-    }
-}
-
 /* The parts of a block of a type with a grid. */
 typedef struct rfi_grid_block {
     const void *grid;
@@ -13408,40 +13355,6 @@ RFI_INLINE RFI_256 void rfi_256_of_grid(uint32_t type, const void *grid, const r
 RFI_GRID_TYPES(RFI_GRID_EXPANDER)
 #undef RFI_GRID_EXPANDER
 
-/* 16 int8 times d. */
-RFI_INLINE RFI_256 void rfi_256_times(__m128i v, float d, float *s) {
-    const __m256 a = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(v));
-    const __m256 b = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(v, v)));
-    _mm256_storeu_ps(s, _mm256_mul_ps(a, _mm256_set1_ps(d)));
-    _mm256_storeu_ps(s + 8, _mm256_mul_ps(b, _mm256_set1_ps(d)));
-}
-
-static RFI_256 void rfi_256_expand_Q2_K(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
-    const rfi_block_q2_k *b = (const rfi_block_q2_k *)p;
-    const __m128i scales = rfi_128_load(b->scales), four = _mm_set1_epi8(15);
-    RFI_UNUSED(n_blocks);
-    rfi_256_times(_mm_and_si128(scales, four), rfi_256_f16(b->d), e->s);
-    rfi_256_times(_mm_and_si128(_mm_srli_epi16(scales, 4), four), -rfi_256_f16(b->dmin), e->m);
-    rfi_256_expand_pairs(b->q, NULL, 0, e->q);
-}
-
-static RFI_256 void rfi_256_expand_Q3_K(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
-    const rfi_block_q3_k *b = (const rfi_block_q3_k *)p;
-    const uint64_t low = rfi_load_u64(b->scales), four = RFI_EIGHT(15);
-    const __m128i high = _mm_srlv_epi32(_mm_set1_epi32((int)rfi_load_u32(b->scales + 8)), _mm_set_epi32(6, 4, 2, 0));
-    const __m128i v = _mm_or_si128(_mm_set_epi64x((long long)(low >> 4 & four), (long long)(low & four)),
-                                   _mm_slli_epi16(_mm_and_si128(high, _mm_set1_epi8(3)), 4));
-    RFI_UNUSED(n_blocks);
-    rfi_256_times(_mm_sub_epi8(v, _mm_set1_epi8(32)), rfi_256_f16(b->d), e->s);
-    rfi_256_expand_pairs(b->q, b->high, 4, e->q);
-}
-
-static RFI_256 void rfi_256_expand_TQ2_0(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
-    RFI_UNUSED(n_blocks);
-    _mm256_storeu_ps(e->s, _mm256_set1_ps(rfi_256_f16(p + 64)));
-    rfi_256_expand_pairs(p, NULL, 1, e->q);
-}
-
 /* The first of five digits of base 3, of bytes that hold fractions, minus 1; and the bytes with the others. */
 RFI_INLINE RFI_256 __m256i rfi_256_third(__m256i *v) {
     const __m256i first = _mm256_cmpeq_epi8(_mm256_max_epu8(*v, _mm256_set1_epi8(86)), *v); /* 3 * 86 = 258 */
@@ -13488,35 +13401,18 @@ static RFI_256 void rfi_256_expand_Q2_0(const uint8_t *p, uint32_t n_blocks, rfi
     }
 }
 
-/* Scales, 4 bits of exponent and 3 of fraction, become halves, whose exponent has another bias. */
-static RFI_256 void rfi_256_expand_NVFP4(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {
-    int head[4];
-    RFI_UNROLL(4)
-    for (uint32_t b = 0; b < 4; b++) {
-        const uint8_t *block = p + (b < n_blocks ? b : n_blocks - 1) * RFI_BYTES_NVFP4;
-        head[b] = (int)rfi_load_u32(block);
-        RFI_UNROLL(2)
-        for (uint32_t i = 0; i < 2; i++) {
-            const __m256i v = rfi_256_codebook(rfi_fp4_list, block + 4 + 16 * i); /* eight low ones, eight high .. */
-            rfi_256_store(e->q + 64 * b + 32 * i, _mm256_permute4x64_epi64(v, 0xd8));
-        }
-    }
-    __m128i d = _mm_set_epi32(head[3], head[2], head[1], head[0]);
-    d = _mm_andnot_si128(_mm_cmpeq_epi8(d, _mm_set1_epi8(127)), _mm_and_si128(d, _mm_set1_epi8(127)));
-    const __m256i half = _mm256_slli_epi16(_mm256_cvtepu8_epi16(d), 7);
-    const __m256 factor = _mm256_set1_ps(128.0f);
-    _mm256_storeu_ps(e->s, _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(half)), factor));
-    _mm256_storeu_ps(e->s + 8, _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(half, 1)), factor));
-}
-
-static rfi_expand_fn rfi_256_expander(uint32_t type) {
-    static const rfi_expand_fn expand[RF_TYPE_COUNT] = {
-#define RFI_EXPANSION(TYPE, kind) [RF_TYPE_##TYPE] = RFI_IF_BUILT(RF_TYPE_##TYPE, rfi_256_expand_##TYPE),
-        RFI_EXPANDED_TYPES(RFI_EXPANSION)
+static rfi_expand_fn rfi_avx2_expander(uint32_t type) {
+    switch (type) {
+#define RFI_EXPANSION(TYPE) case RF_TYPE_##TYPE: return RFI_IF_BUILT(RF_TYPE_##TYPE, rfi_256_expand_##TYPE);
+        RFI_GRID_TYPES(RFI_EXPANSION)
+        RFI_EXPANSION(TQ1_0)
+        RFI_EXPANSION(Q1_0)
+        RFI_EXPANSION(Q2_0)
 #undef RFI_EXPANSION
-    };
-    return expand[type];
+    default: return NULL; /* RFI_OWN_TYPES_x86 */
+    }
 }
+#define rfi_avx512_expander rfi_avx2_expander
 
 /* ---- AVX-512 with VNNI: 16 rows at once ---- */
 
@@ -13547,8 +13443,15 @@ RFI_INLINE RFI_512 void rfi_512_transpose_lanes(__m512i *v) {
     v[2] = _mm512_shuffle_i32x4(c, d, 0x88), v[3] = _mm512_shuffle_i32x4(c, d, 0xdd);
 }
 
-/* In each 128-bit lane: the sum of a's four elements, of b's, c's, d's. */
-RFI_INLINE RFI_512 __m512i rfi_512_sum4(__m512i a, __m512i b, __m512i c, __m512i d) {
+/* In each 128-bit lane: the sum of a's four elements, of b's, c's, d's. small: of the type's weights, so that a sum of
+ * two elements fits 16 bits. */
+RFI_INLINE RFI_512 __m512i rfi_512_sum4(int small, __m512i a, __m512i b, __m512i c, __m512i d) {
+    const __m512i one = _mm512_set1_epi16(1);
+    if (small) {
+        const __m512i two[2] = {_mm512_madd_epi16(_mm512_packs_epi32(a, b), one),
+                                _mm512_madd_epi16(_mm512_packs_epi32(c, d), one)};
+        return _mm512_madd_epi16(_mm512_packs_epi32(two[0], two[1]), one);
+    }
     const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
     const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
     return _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
@@ -13567,26 +13470,34 @@ RFI_INLINE RFI_512 void rfi_512_fifth(const uint8_t *qh, uint64_t step, __m512i 
     }
 }
 
-RFI_INLINE int rfi_512_has_pairs(uint32_t type) {
-    return type == RF_TYPE_Q2_K || type == RF_TYPE_Q3_K || type == RF_TYPE_TQ2_0;
-}
-/* Group of lane l: the first four vectors' lanes are groups order 0..3 of a unit, the others' 4..7. */
-RFI_INLINE uint32_t rfi_512_group(uint32_t type, uint32_t l) {
-    return rfi_is_expanded(type) || type == RF_TYPE_IQ4_XS ? l
-         : rfi_512_has_pairs(type) ? l / 2 + (l & 1) * 4
-         : type == RF_TYPE_Q6_K ? (l & 4) / 2 + (l & 1) + (l & 2) * 2 : (l & 4) / 4 + (l & 3) * 2;
-}
-/* The inverse. */
-RFI_INLINE uint32_t rfi_512_lane(uint32_t type, uint32_t g) {
-    if (rfi_512_has_pairs(type)) return (g & 3) * 2 + g / 4;
-    return rfi_is_expanded(type) || type == RF_TYPE_IQ4_XS || type == RF_TYPE_Q6_K ? rfi_512_group(type, g)
-         : (g & 1) * 4 + g / 2;
+/* Whether no sum of two elements of a dot product exceeds 16 bits: of 16 (4 or 8 an element) weights times 127. */
+RFI_INLINE int rfi_512_small(uint32_t type) {
+    return !rfi_is_expanded(type) && type != RF_TYPE_Q8_0 && type != RF_TYPE_Q5_K && type != RF_TYPE_Q5_1 &&
+           type != RF_TYPE_IQ4_NL && type != RF_TYPE_IQ4_XS;
 }
 
-/* A codebook's values for the low four bits of bytes, plus 128. */
+/* Which half of a group of a unit, 2 * group + half, lane l of vector v of rfi_512_values has. */
+RFI_INLINE uint32_t rfi_512_half_at(uint32_t type, uint32_t v, uint32_t l) {
+    if (type == RF_TYPE_Q6_K) return v * 4 + l;
+    const uint32_t i = (v >> 1) * 4 + l, half = v & 1;
+    const uint32_t g = rfi_is_expanded(type) || type == RF_TYPE_IQ4_XS ? i
+                     : rfi_has_pairs(type) ? i / 2 + (i & 1) * 4
+                                               : i / 4 + (i & 3) * 2;
+    return 2 * g + half;
+}
+/* The inverse: 4 * vector + lane. */
+RFI_INLINE uint32_t rfi_512_place_of(uint32_t type, uint32_t half) {
+    uint32_t i = 0;
+    RFI_UNROLL(16)
+    for (uint32_t k = 0; k < 16; k++)
+        if (rfi_512_half_at(type, k / 4, k % 4) == half) i = k;
+    return i;
+}
+
+/* A codebook's values for the low four bits of bytes, plus the bias. */
 RFI_INLINE RFI_512 __m512i rfi_512_codes(uint32_t type, __m512i v) {
     const __m128i list = rfi_128_load(type == RF_TYPE_MXFP4 || type == RF_TYPE_NVFP4 ? rfi_fp4_list : rfi_iq4_list);
-    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_xor_si128(list, _mm_set1_epi8(-128))),
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_add_epi8(list, _mm_set1_epi8((char)rfi_bias_of(type)))),
                                _mm512_and_si512(v, _mm512_set1_epi8(15)));
 }
 
@@ -13646,28 +13557,30 @@ RFI_INLINE RFI_512 void rfi_512_values(uint32_t type, const uint8_t *p, __m512i 
     } else if (type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K || type == RF_TYPE_Q6_K) {
         const uint8_t *nibbles = p + (type == RF_TYPE_Q4_K ? 16 : type == RF_TYPE_Q5_K ? 48 : 0);
         const __m512i a = _mm512_loadu_si512(nibbles), b = _mm512_loadu_si512(nibbles + 64);
-        const __m512i first = _mm512_shuffle_i32x4(a, b, 0x88), second = _mm512_shuffle_i32x4(a, b, 0xdd);
-        q[0] = _mm512_and_si512(first, low), q[2] = _mm512_and_si512(_mm512_srli_epi16(first, 4), low);
-        q[1] = _mm512_and_si512(second, low), q[3] = _mm512_and_si512(_mm512_srli_epi16(second, 4), low);
+        __m512i v[2] = {a, b};
+        if (type != RF_TYPE_Q6_K) v[0] = _mm512_shuffle_i32x4(a, b, 0x88), v[1] = _mm512_shuffle_i32x4(a, b, 0xdd);
+        const uint32_t up = type == RF_TYPE_Q6_K ? 1 : 2, second = 3 - up;
+        q[0] = _mm512_and_si512(v[0], low), q[second] = _mm512_and_si512(v[1], low);
+        q[up] = _mm512_and_si512(_mm512_srli_epi16(v[0], 4), low);
+        q[3] = _mm512_and_si512(_mm512_srli_epi16(v[1], 4), low);
         if (type == RF_TYPE_Q4_K) return;
         /* a rotation, different in each lane, moves the high bits into place */
-        __m512i high[2], count[2];
+        __m512i high[4], count[4];
         if (type == RF_TYPE_Q5_K) {
             RFI_UNROLL(2)
-            for (int i = 0; i < 2; i++)
-                high[i] = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)(p + 16) + i));
-            count[0] = _mm512_set_epi32(30, 30, 30, 30, 0, 0, 0, 0, 2, 2, 2, 2, 4, 4, 4, 4);
-            count[1] = _mm512_set_epi32(29, 29, 29, 29, 31, 31, 31, 31, 1, 1, 1, 1, 3, 3, 3, 3);
+            for (int i = 0; i < 2; i++) high[i] = high[i + 2] = _mm512_broadcast_i32x4(rfi_128_load(p + 16 + 16 * i));
+            count[0] = count[1] = _mm512_set_epi32(30, 30, 30, 30, 0, 0, 0, 0, 2, 2, 2, 2, 4, 4, 4, 4);
+            count[2] = count[3] = _mm512_set_epi32(29, 29, 29, 29, 31, 31, 31, 31, 1, 1, 1, 1, 3, 3, 3, 3);
         } else {
-            const __m512i h = _mm512_loadu_si512(p + 128);
-            high[0] = _mm512_shuffle_i32x4(h, h, 0xa0), high[1] = _mm512_shuffle_i32x4(h, h, 0xf5);
-            count[0] = _mm512_set_epi32(2, 2, 2, 2, 4, 4, 4, 4, 2, 2, 2, 2, 4, 4, 4, 4);
-            count[1] = _mm512_set_epi32(30, 30, 30, 30, 0, 0, 0, 0, 30, 30, 30, 30, 0, 0, 0, 0);
+            high[0] = high[1] = _mm512_broadcast_i64x4(rfi_256_load(p + 128));
+            high[2] = high[3] = _mm512_broadcast_i64x4(rfi_256_load(p + 160));
+            count[0] = count[2] = _mm512_set_epi32(2, 2, 2, 2, 2, 2, 2, 2, 4, 4, 4, 4, 4, 4, 4, 4);
+            count[1] = count[3] = _mm512_set_epi32(30, 30, 30, 30, 30, 30, 30, 30, 0, 0, 0, 0, 0, 0, 0, 0);
         }
         const __m512i mask = _mm512_set1_epi8(type == RF_TYPE_Q5_K ? 0x10 : 0x30);
         RFI_UNROLL(4)
         for (int i = 0; i < 4; i++) /* q | (rotated & mask) */
-            q[i] = _mm512_ternarylogic_epi32(q[i], _mm512_rolv_epi32(high[i & 1], count[i >> 1]), mask, 0xf8);
+            q[i] = _mm512_ternarylogic_epi32(q[i], _mm512_rolv_epi32(high[i], count[i]), mask, 0xf8);
     } else {
         const int five = type == RF_TYPE_Q5_0 || type == RF_TYPE_Q5_1;
         const uint32_t head = rfi_kind_of(type) == RFI_KIND_MIN ? 4 : 2;
@@ -13705,10 +13618,16 @@ RFI_INLINE RFI_512 __m512 rfi_512_mxfp4(__m512i v) {
                                                       _mm512_set1_epi32(0x200000), e));
 }
 
-/* Byte k of 32-bit elements, minus `less`, times d. */
-RFI_INLINE RFI_512 __m512 rfi_512_times(__m512i v, uint32_t k, int less, __m512 d) {
-    const __m512i byte = _mm512_and_si512(_mm512_srli_epi32(v, 8 * k), _mm512_set1_epi32(255));
-    return _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_sub_epi32(byte, _mm512_set1_epi32(less))));
+/* Byte k of 32-bit elements times d. */
+RFI_INLINE RFI_512 __m512 rfi_512_times(__m512i v, uint32_t k, __m512 d) {
+    const __m128i own = _mm_add_epi32(_mm_setr_epi32(0, 4, 8, 12), _mm_set1_epi32((int)(0x80808000u + k)));
+    return _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_shuffle_epi8(v, _mm512_broadcast_i32x4(own))));
+}
+/* The same of signed bytes, and with d / 2^24: the byte is the highest of its element, the others are 0. */
+RFI_INLINE RFI_512 __m512 rfi_512_times_signed(__m512i v, uint32_t k, __m512 d) {
+    const __m128i own = _mm_add_epi32(_mm_setr_epi32(0, 4 << 24, 8 << 24, 12 << 24),
+                                      _mm_set1_epi32((int)(0x808080u + (k << 24))));
+    return _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_shuffle_epi8(v, _mm512_broadcast_i32x4(own))));
 }
 
 RFI_INLINE RFI_512 void rfi_512_q2_k_scales(const rfi_rows *r, uint64_t offset, float *s, float *m) {
@@ -13726,8 +13645,8 @@ RFI_INLINE RFI_512 void rfi_512_q2_k_scales(const rfi_rows *r, uint64_t offset, 
         const __m512i high = _mm512_and_si512(_mm512_srli_epi32(head[i], 4), four);
         RFI_UNROLL(4)
         for (uint32_t k = 0; k < 4; k++) {
-            _mm512_storeu_ps(s + (4 * i + k) * 16, rfi_512_times(low, k, 0, d));
-            _mm512_storeu_ps(m + (4 * i + k) * 16, rfi_512_times(high, k, 0, dmin));
+            _mm512_storeu_ps(s + (4 * i + k) * 16, rfi_512_times(low, k, d));
+            _mm512_storeu_ps(m + (4 * i + k) * 16, rfi_512_times(high, k, dmin));
         }
     }
 }
@@ -13736,7 +13655,7 @@ RFI_INLINE RFI_512 void rfi_512_q3_k_scales(const rfi_rows *r, uint64_t offset, 
     const __m512i four = _mm512_set1_epi32(0x0f0f0f0f), two = _mm512_set1_epi32(0x30303030);
     __m512i head[4]; /* two bytes before the 12 of the scales, and d behind them */
     rfi_512_heads(r, offset + offsetof(rfi_block_q3_k, scales) - 2, head);
-    const __m512 d = rfi_512_half(_mm512_srli_epi32(head[3], 16));
+    const __m512 d = _mm512_mul_ps(rfi_512_half(_mm512_srli_epi32(head[3], 16)), _mm512_set1_ps(0x1p-24f));
     RFI_UNROLL(3)
     for (int i = 0; i < 3; i++)
         head[i] = _mm512_or_si512(_mm512_srli_epi32(head[i], 16), _mm512_slli_epi32(head[i + 1], 16));
@@ -13745,8 +13664,9 @@ RFI_INLINE RFI_512 void rfi_512_q3_k_scales(const rfi_rows *r, uint64_t offset, 
         const __m512i low = _mm512_and_si512(_mm512_srli_epi32(head[i & 1], i & 2 ? 4 : 0), four);
         const __m512i high = i < 2 ? _mm512_slli_epi32(head[2], 4 - 2 * i) : _mm512_srli_epi32(head[2], 2 * i - 4);
         const __m512i six = _mm512_or_si512(low, _mm512_and_si512(high, two));
+        const __m512i v = _mm512_sub_epi8(six, _mm512_set1_epi8(32));
         RFI_UNROLL(4)
-        for (uint32_t k = 0; k < 4; k++) _mm512_storeu_ps(s + (4 * i + k) * 16, rfi_512_times(six, k, 32, d));
+        for (uint32_t k = 0; k < 4; k++) _mm512_storeu_ps(s + (4 * i + k) * 16, rfi_512_times_signed(v, k, d));
     }
 }
 
@@ -13758,8 +13678,9 @@ RFI_INLINE RFI_512 void rfi_512_iq4_xs_scales(const rfi_rows *r, uint64_t offset
     for (uint32_t g = 0; g < 8; g++) {
         const __m512i low = _mm512_and_si512(_mm512_srli_epi32(head[1], 4 * g), _mm512_set1_epi32(15));
         const __m512i high = _mm512_srli_epi32(head[0], 12 + 2 * g);
-        const __m512i six = _mm512_or_si512(low, _mm512_and_si512(high, _mm512_set1_epi32(0x30)));
-        _mm512_storeu_ps(s + g * 16, rfi_512_times(six, 0, 32, d));
+        const __m512i six = _mm512_ternarylogic_epi32(low, high, _mm512_set1_epi32(0x30), 0xf8);
+        const __m512i v = _mm512_sub_epi32(six, _mm512_set1_epi32(32));
+        _mm512_storeu_ps(s + g * 16, _mm512_mul_ps(d, _mm512_cvtepi32_ps(v)));
     }
 }
 
@@ -13799,7 +13720,6 @@ RFI_INLINE RFI_512 void rfi_512_tq2_0_scales(const rfi_rows *r, uint64_t offset,
 /* d_w and m_w of the groups of a unit, as in rfi_panel. */
 RFI_INLINE RFI_512 void rfi_512_scales(uint32_t type, const rfi_rows *r, uint64_t offset, float *s, float *m) {
     __m512i head[4];
-    const __m512i byte = _mm512_set1_epi32(255);
     if (rfi_is_expanded(type)) {
         RFI_UNROLL(4)
         for (uint32_t i = 0; i < 4; i++) {
@@ -13819,15 +13739,13 @@ RFI_INLINE RFI_512 void rfi_512_scales(uint32_t type, const rfi_rows *r, uint64_
     } else if (type == RF_TYPE_TQ2_0) {
         rfi_512_tq2_0_scales(r, offset, s);
     } else if (type == RF_TYPE_Q6_K) {
-        const __m512 dw = rfi_512_halves(r, offset + 208);
+        const __m512 d = _mm512_mul_ps(rfi_512_halves(r, offset + 208), _mm512_set1_ps(0x1p-24f));
         rfi_512_heads(r, offset + 192, head);
         RFI_UNROLL(4)
         for (int i = 0; i < 4; i++)
             RFI_UNROLL(4)
-            for (int b = 0; b < 4; b++) {
-                const __m512i v = _mm512_srai_epi32(_mm512_slli_epi32(head[i], (unsigned)(24 - 8 * b)), 24);
-                _mm512_storeu_ps(s + (i * 4 + b) * 16, _mm512_mul_ps(dw, _mm512_cvtepi32_ps(v)));
-            }
+            for (int k = 0; k < 4; k++)
+                _mm512_storeu_ps(s + (i * 4 + k) * 16, rfi_512_times_signed(head[i], (uint32_t)k, d));
     } else if (type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K) {
         const __m512i six = _mm512_set1_epi32(0x3f3f3f3f), four = _mm512_set1_epi32(0x0f0f0f0f);
         const __m512i top = _mm512_set1_epi32(0x30303030);
@@ -13844,11 +13762,9 @@ RFI_INLINE RFI_512 void rfi_512_scales(uint32_t type, const rfi_rows *r, uint64_
         RFI_UNROLL(2)
         for (int i = 0; i < 2; i++)
             RFI_UNROLL(4)
-            for (int b = 0; b < 4; b++) {
-                const __m512i u = _mm512_and_si512(_mm512_srli_epi32(scale[i], (unsigned)(8 * b)), byte);
-                const __m512i v = _mm512_and_si512(_mm512_srli_epi32(min[i], (unsigned)(8 * b)), byte);
-                _mm512_storeu_ps(s + (i * 4 + b) * 16, _mm512_mul_ps(d, _mm512_cvtepi32_ps(u)));
-                _mm512_storeu_ps(m + (i * 4 + b) * 16, _mm512_mul_ps(dmin, _mm512_cvtepi32_ps(v)));
+            for (int k = 0; k < 4; k++) {
+                _mm512_storeu_ps(s + (i * 4 + k) * 16, rfi_512_times(scale[i], (uint32_t)k, d));
+                _mm512_storeu_ps(m + (i * 4 + k) * 16, rfi_512_times(min[i], (uint32_t)k, dmin));
             }
     } else {
         const uint64_t step = rfi_unit_bytes(type) / 8;
@@ -13863,25 +13779,46 @@ RFI_INLINE RFI_512 void rfi_512_scales(uint32_t type, const rfi_rows *r, uint64_
     }
 }
 
-/* The inputs of a unit, in the order of rfi_512_values. */
-RFI_INLINE RFI_512 void rfi_512_inputs(uint32_t type, const rfi_q8 *x, __m512i *xq) {
+/* The i-th of n_sums: start plus products of q, which has four vectors, and x. */
+RFI_INLINE RFI_512 __m512i rfi_512_dot(uint32_t n_sums, uint32_t i, __m512i start, const __m512i *q, const __m512i *x) {
+    if (n_sums == 4) return _mm512_dpbusd_epi32(start, q[i], x[i]);
+    return _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(start, q[2 * i], x[2 * i]), q[2 * i + 1], x[2 * i + 1]);
+}
+
+/* The inputs of a unit. */
+typedef struct rfi_512_unit {
+    __m512i q[4];     /* in the order of rfi_512_values                           */
+    __m512i start[4]; /* what sums start with: -bias times the sum of their inputs */
+} rfi_512_unit;
+
+RFI_INLINE RFI_512 void rfi_512_inputs(uint32_t type, const rfi_q8 *x, rfi_512_unit *u) {
+    const uint32_t n_sums = 2 * rfi_kind_scales(rfi_kind_of(type));
+    __m512i *const xq = u->q;
     RFI_UNROLL(4)
     for (uint32_t i = 0; i < 4; i++) {
-        const uint32_t at = (i >> 1) * 4;
-        const uint64_t step = (rfi_512_group(type, 1) - rfi_512_group(type, 0)) * sizeof *x;
-        const rfi_q8 *a = x + rfi_512_group(type, at), *b = x + rfi_512_group(type, at + 2);
-        __m512i v = _mm512_castsi128_si512(rfi_128_load(a->q + 16 * (i & 1)));
-        v = _mm512_inserti32x4(v, rfi_128_load((const uint8_t *)a->q + 16 * (i & 1) + step), 1);
-        v = _mm512_inserti32x4(v, rfi_128_load(b->q + 16 * (i & 1)), 2);
-        xq[i] = _mm512_inserti32x4(v, rfi_128_load((const uint8_t *)b->q + 16 * (i & 1) + step), 3);
+        __m128i v[4];
+        RFI_UNROLL(4)
+        for (uint32_t l = 0; l < 4; l++) {
+            const uint32_t half = rfi_512_half_at(type, i, l);
+            v[l] = rfi_128_load(x[half / 2].q + half % 2 * 16);
+        }
+        const __m256i a = _mm256_setr_m128i(v[0], v[1]), b = _mm256_setr_m128i(v[2], v[3]);
+        xq[i] = _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
     }
+    const __m512i zero = _mm512_setzero_si512(), b = _mm512_set1_epi8((char)(128 >> rfi_bias_shift(type)));
+    const __m512i bias[4] = {b, b, b, b};
+    RFI_UNROLL(4)
+    for (uint32_t i = 0; i < n_sums; i++)
+        u->start[i] = rfi_kind_min(rfi_kind_of(type))
+                        ? zero : _mm512_sub_epi32(zero, rfi_512_dot(n_sums, i, zero, bias, xq));
 }
 
 /* sum[c][v][i]: of column c and rows 4i to 4i + 3, the sums of products of each group, or of each half of one. */
 RFI_INLINE RFI_512 void rfi_512_sums(uint32_t type, const rfi_rows *r, uint64_t offset, uint32_t n_cols,
-                                     __m512i (*xq)[4], __m512i (*sum)[4][4]) {
+                                     const rfi_512_unit *x, __m512i (*sum)[4][4]) {
     const uint32_t n_sums = 2 * rfi_kind_scales(rfi_kind_of(type));
     const uint64_t ahead = rfi_ahead(offset, RFI_AHEAD * rfi_unit_bytes(type), r->row_bytes, 16);
+    const int small = rfi_512_small(type);
     for (uint32_t i = 0; i < 4; i++) {
         __m512i q[4][4];
         RFI_UNROLL(4)
@@ -13890,43 +13827,41 @@ RFI_INLINE RFI_512 void rfi_512_sums(uint32_t type, const rfi_rows *r, uint64_t 
             if (r->row_bytes) rfi_prefetch(r->row[i * 4 + j], ahead, rfi_unit_bytes(type));
         }
         for (uint32_t c = 0; c < n_cols; c++) {
-            __m512i dot[4][4];
             RFI_UNROLL(4)
-            for (uint32_t j = 0; j < 4; j++)
+            for (uint32_t v = 0; v < n_sums; v++) {
+                __m512i dot[4];
                 RFI_UNROLL(4)
-                for (uint32_t v = 0; v < 4; v++) {
-                    const uint32_t to = n_sums == 2 ? v / 2 : v;
-                    const __m512i so_far = v & 1 && n_sums == 2 ? dot[to][j] : _mm512_setzero_si512();
-                    dot[to][j] = _mm512_dpbusd_epi32(so_far, q[j][v], xq[c][v]);
-                }
-            RFI_UNROLL(4)
-            for (uint32_t v = 0; v < n_sums; v++)
-                sum[c][v][i] = rfi_512_sum4(dot[v][0], dot[v][1], dot[v][2], dot[v][3]);
+                for (uint32_t j = 0; j < 4; j++) dot[j] = rfi_512_dot(n_sums, v, x[c].start[v], q[j], x[c].q);
+                sum[c][v][i] = rfi_512_sum4(small, dot[0], dot[1], dot[2], dot[3]);
+            }
         }
     }
 }
 
 /* Adds up to 8 groups to the 16 rows of a column. */
 RFI_INLINE RFI_512 __m512 rfi_512_add_up(uint32_t type, uint32_t n_groups, const rfi_q8 *x, const float *s,
-                                         const float *m, __m512i (*sum)[4], __m512 y) {
+                                         const float *m, __m512i (*lanes)[4], __m512 y) {
     const rfi_kind kind = rfi_kind_of(type);
     const uint32_t n_halves = rfi_kind_scales(kind);
-    const int shift = rfi_bias_shift(type);
+    __m512i sum[4][4];
     RFI_UNROLL(4)
-    for (uint32_t v = 0; v < 2 * n_halves; v++) rfi_512_transpose_lanes(sum[v]);
+    for (uint32_t v = 0; v < 2 * n_halves; v++) {
+        RFI_UNROLL(4)
+        for (uint32_t i = 0; i < 4; i++) sum[v][i] = lanes[v][i];
+        rfi_512_transpose_lanes(sum[v]);
+    }
     RFI_UNROLL(8)
     for (uint32_t g = 0; g < 8; g++) {
         if (g == n_groups) break;
-        const uint32_t l = rfi_512_lane(type, g);
         const __m512 dx = _mm512_set1_ps(x[g].d);
         RFI_UNROLL(2)
         for (uint32_t h = 0; h < n_halves; h++) {
-            const int32_t bias = rfi_kind_min(kind) ? 0 : (n_halves == 2 ? x[g].b16[h] : x[g].b) >> shift;
-            const __m512i isum = _mm512_add_epi32(sum[(l >> 2) * n_halves + h][l & 3], _mm512_set1_epi32(bias));
-            const uint32_t at = (g * n_halves + h) * 16;
-            y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(isum), _mm512_mul_ps(_mm512_load_ps(s + at), dx), y);
+            const uint32_t at = rfi_512_place_of(type, 2 * g + h), v = n_halves == 2 ? at / 4 : at / 8;
+            const __m512i isum = sum[v][at % 4];
+            const uint32_t to = (g * n_halves + h) * 16;
+            y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(isum), _mm512_mul_ps(_mm512_load_ps(s + to), dx), y);
             if (!rfi_kind_min(kind)) continue;
-            y = _mm512_fmadd_ps(_mm512_load_ps(m + at), _mm512_set1_ps(n_halves == 2 ? x[g].s16[h] : x[g].s), y);
+            y = _mm512_fmadd_ps(_mm512_load_ps(m + to), _mm512_set1_ps(n_halves == 2 ? x[g].s16[h] : x[g].s), y);
         }
     }
     return y;
@@ -13935,12 +13870,13 @@ RFI_INLINE RFI_512 __m512 rfi_512_add_up(uint32_t type, uint32_t n_groups, const
 RFI_INLINE RFI_512 void rfi_avx512_vector(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_columns *x,
                                           float *acc) {
     _Alignas(64) float s[16 * 16], m[16 * 16];
-    __m512i xq[RFI_FEW_COLS][4], sum[RFI_FEW_COLS][4][4];
+    rfi_512_unit xu[RFI_FEW_COLS];
+    __m512i sum[RFI_FEW_COLS][4][4];
     for (uint32_t g0 = 0; g0 < n_groups; g0 += 8) {
         const uint64_t offset = (uint64_t)(g0 / 8) * rfi_unit_bytes(type);
-        for (uint32_t c = 0; c < x->n; c++) rfi_512_inputs(type, x->x + c * x->stride + g0, xq[c]);
+        for (uint32_t c = 0; c < x->n; c++) rfi_512_inputs(type, x->x + c * x->stride + g0, &xu[c]);
         rfi_512_scales(type, r, offset, s, m);
-        rfi_512_sums(type, r, offset, x->n, xq, sum);
+        rfi_512_sums(type, r, offset, x->n, xu, sum);
         for (uint32_t c = 0; c < x->n; c++) {
             const rfi_q8 *xc = x->x + c * x->stride + g0;
             const __m512 y = _mm512_loadu_ps(acc + c * 16);
@@ -13967,8 +13903,8 @@ static RFI_512 void rfi_512_interleave(uint32_t type, const uint8_t (*q)[256], u
             rfi_512_transpose_lanes(lane);
             RFI_UNROLL(4)
             for (uint32_t l = 0; l < 4; l++) {
-                const uint32_t g = at + rfi_512_group(type, (i >> 1) * 4 + l);
-                _mm512_store_si512(p->q + (g * 8 + (i & 1) * 4 + e) * 64, lane[l]);
+                const uint32_t half = 2 * at + rfi_512_half_at(type, i, l);
+                _mm512_store_si512(p->q + (half * 4 + e) * 64, lane[l]);
             }
         }
     }
@@ -14223,15 +14159,6 @@ RFI_INLINE RFI_512 void rfi_512_grid_vector(uint32_t type, const rfi_rows *r, ui
 RFI_GRID_TYPES(RFI_GRID_VECTOR)
 #undef RFI_GRID_VECTOR
 
-static rfi_expand_fn rfi_avx512_expander(uint32_t type) {
-    switch (type) {
-#define RFI_NOT_EXPANDED(isa, TARGET, name, type) case type: return NULL;
-    RFI_OWN_TYPES_avx512(RFI_NOT_EXPANDED)
-#undef RFI_NOT_EXPANDED
-    default: return rfi_256_expander(type);
-    }
-}
-
 RFI_INLINE __mmask16 rfi_512_mask(uint32_t n) { return (__mmask16)(n >= 16 ? 0xffffu : (1u << n) - 1u); }
 
 /* 16 values of a type from element i on; of those the first n. */
@@ -14420,46 +14347,91 @@ RFI_INLINE RFI_256 void rfi_256_transpose(__m256i *v) {
 
 /* The two groups of a pair; pairs 0 to 3 make a unit. */
 RFI_INLINE uint32_t rfi_256_group(uint32_t type, uint32_t pair, uint32_t second) {
-    return type == RF_TYPE_Q6_K || rfi_is_expanded(type) ? pair * 2 + second : (pair & 2) * 2 + (pair & 1) + second * 2;
+    if (type == RF_TYPE_Q6_K || type == RF_TYPE_IQ4_XS || type == RF_TYPE_NVFP4 || rfi_has_pairs(type) ||
+        rfi_is_expanded(type))
+        return pair * 2 + second;
+    return (pair & 2) * 2 + (pair & 1) + second * 2;
 }
 
-/* Values of a pair, 2 * half + odd: q[0] the first 16 of both groups, q[1] the second 16. Unsigned, but Q8_0 signed. */
-RFI_INLINE RFI_256 void rfi_256_values(uint32_t type, const uint8_t *p, uint32_t half, uint32_t odd, __m256i *q) {
-    const uint32_t pair = 2 * half + odd;
+/* Whether a type's values are signed here. */
+RFI_INLINE int rfi_256_is_signed(uint32_t type) {
+    return rfi_is_signed(type) || type == RF_TYPE_IQ4_NL || type == RF_TYPE_IQ4_XS;
+}
+
+/* A codebook's values for bytes below 16; with the bias if they are not signed. */
+RFI_INLINE RFI_256 __m256i rfi_256_codes(uint32_t type, __m256i v) {
+    const int fp4 = type == RF_TYPE_MXFP4 || type == RF_TYPE_NVFP4;
+    const __m128i list = _mm_add_epi8(rfi_128_load(fp4 ? rfi_fp4_list : rfi_iq4_list), _mm_set1_epi8(fp4 ? 16 : 0));
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(list), v);
+}
+
+RFI_INLINE RFI_256 __m256i rfi_256_twice(const void *p) { return _mm256_broadcastsi128_si256(rfi_128_load(p)); }
+
+/* 32-bit elements of the low and of the high lane, shifted: left by a and b. */
+RFI_INLINE RFI_256 __m256i rfi_256_left(__m256i v, int a, int b) {
+    return _mm256_sllv_epi32(v, _mm256_set_epi32(b, b, b, b, a, a, a, a));
+}
+RFI_INLINE RFI_256 __m256i rfi_256_right(__m256i v, int a, int b) {
+    return _mm256_srlv_epi32(v, _mm256_set_epi32(b, b, b, b, a, a, a, a));
+}
+
+/* Values of two bits of half a unit, as rfi_256_values; high: third bits, or NULL. */
+RFI_INLINE RFI_256 void rfi_256_pairs_of(const uint8_t *p, const uint8_t *high, uint32_t half, __m256i *q) {
+    const __m256i two = _mm256_set1_epi8(3), third = _mm256_set1_epi8(4);
+    RFI_UNROLL(2)
+    for (int i = 0; i < 2; i++) {
+        const __m256i v = rfi_256_twice(p + half * 32 + 16 * i);
+        q[i] = _mm256_and_si256(rfi_256_right(v, 0, 2), two);
+        q[2 + i] = _mm256_and_si256(rfi_256_right(v, 4, 6), two);
+        if (!high) continue;
+        const __m256i bits = _mm256_srl_epi32(rfi_256_twice(high + 16 * i), _mm_cvtsi32_si128((int)half * 4));
+        q[i] = _mm256_or_si256(q[i], _mm256_and_si256(rfi_256_left(bits, 2, 1), third));
+        q[2 + i] = _mm256_or_si256(q[2 + i], _mm256_and_si256(rfi_256_right(bits, 0, 1), third));
+    }
+}
+
+/* Values of Q4_K, Q5_K, Q6_K, as rfi_256_values. */
+RFI_INLINE RFI_256 void rfi_256_k_values(uint32_t type, const uint8_t *p, uint32_t half, __m256i *q) {
+    const __m256i low = _mm256_set1_epi8(15), fifth = _mm256_set1_epi8(0x10), sixth = _mm256_set1_epi8(0x30);
+    const uint8_t *nibbles = p + (type == RF_TYPE_Q4_K ? 16 : type == RF_TYPE_Q5_K ? 48 : 0) + half * 64;
+    RFI_UNROLL(2)
+    for (int i = 0; i < 2; i++) {
+        const __m256i v = rfi_256_pick(nibbles + 16 * i, nibbles + 32 + 16 * i);
+        q[i] = _mm256_and_si256(v, low), q[2 + i] = _mm256_and_si256(_mm256_srli_epi16(v, 4), low);
+        if (type == RF_TYPE_Q5_K) { /* group g: bit g */
+            const __m256i bits = _mm256_srl_epi32(rfi_256_twice(p + 16 + 16 * i), _mm_cvtsi32_si128((int)half * 4));
+            q[i] = _mm256_or_si256(q[i], _mm256_and_si256(rfi_256_left(bits, 4, 2), fifth));
+            q[2 + i] = _mm256_or_si256(q[2 + i], _mm256_and_si256(rfi_256_left(bits, 3, 1), fifth));
+        } else if (type == RF_TYPE_Q6_K) {
+            const __m256i bits = rfi_256_twice(p + 128 + half * 32 + 16 * i);
+            q[i] = _mm256_or_si256(q[i], _mm256_and_si256(rfi_256_left(bits, 4, 2), sixth));
+            q[2 + i] = _mm256_or_si256(q[2 + i], _mm256_and_si256(rfi_256_right(bits, 0, 2), sixth));
+        }
+    }
+}
+
+/* Values of a pair of a type of codes: q[0] the first 16 of both groups, q[1] the second 16. */
+RFI_INLINE RFI_256 void rfi_256_code_values(uint32_t type, const uint8_t *b0, const uint8_t *b1, __m256i *q) {
     const __m256i low = _mm256_set1_epi8(15);
-    if (rfi_is_expanded(type)) {
-        const __m256i a = rfi_256_load(p + pair * 64), b = rfi_256_load(p + pair * 64 + 32);
-        q[0] = _mm256_permute2x128_si256(a, b, 0x20), q[1] = _mm256_permute2x128_si256(a, b, 0x31);
-        return;
-    }
-    if (type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K || type == RF_TYPE_Q6_K) {
-        const uint8_t *nibbles = p + (type == RF_TYPE_Q4_K ? 16 : type == RF_TYPE_Q5_K ? 48 : 0) + half * 64;
-        RFI_UNROLL(2)
-        for (int i = 0; i < 2; i++) {
-            const __m256i v = rfi_256_pick(nibbles + 16 * i, nibbles + 32 + 16 * i);
-            q[i] = _mm256_and_si256(odd ? _mm256_srli_epi16(v, 4) : v, low);
-        }
-        if (type == RF_TYPE_Q4_K) return;
-        /* the high bits come into place by a shift for each of the groups: left by a and b, right for negative ones */
-        const uint8_t *bits = type == RF_TYPE_Q5_K ? p + 16 : p + 128 + half * 32;
-        const int a = type == RF_TYPE_Q5_K ? 4 - (int)rfi_256_group(type, pair, 0) : 4 - (int)odd * 4, b = a - 2;
-        const __m256i mask = _mm256_set1_epi8(type == RF_TYPE_Q5_K ? 0x10 : 0x30);
-        const __m256i left = _mm256_set_epi32(b, b, b, b, a, a, a, a), zero = _mm256_setzero_si256();
-        RFI_UNROLL(2)
-        for (int i = 0; i < 2; i++) { /* shifts by counts outside 0 to 31 give 0 */
-            const __m256i h = rfi_256_pick(bits + 16 * i, bits + 16 * i);
-            const __m256i v = _mm256_or_si256(_mm256_sllv_epi32(h, left),
-                                              _mm256_srlv_epi32(h, _mm256_sub_epi32(zero, left)));
-            q[i] = _mm256_or_si256(q[i], _mm256_and_si256(v, mask));
-        }
-        return;
-    }
-    const uint32_t step = rfi_unit_bytes(type) / 8;
-    const uint8_t *b0 = p + rfi_256_group(type, pair, 0) * step, *b1 = p + rfi_256_group(type, pair, 1) * step;
+    const __m256i v = rfi_256_pick(b0, b1);
+    const __m256i a = _mm256_and_si256(v, low), b = _mm256_and_si256(_mm256_srli_epi16(v, 4), low);
+    const int split = type == RF_TYPE_NVFP4; /* of eight bytes, 16 values */
+    q[0] = rfi_256_codes(type, split ? _mm256_unpacklo_epi64(a, b) : a);
+    q[1] = rfi_256_codes(type, split ? _mm256_unpackhi_epi64(a, b) : b);
+}
+
+/* Values of a pair of blocks of 32. */
+RFI_INLINE RFI_256 void rfi_256_block_values(uint32_t type, const uint8_t *b0, const uint8_t *b1, __m256i *q) {
+    const __m256i low = _mm256_set1_epi8(15);
     const int five = type == RF_TYPE_Q5_0 || type == RF_TYPE_Q5_1;
-    const uint32_t head = rfi_kind_of(type) == RFI_KIND_MIN ? 4 : 2, at = head + (five ? 4 : 0);
+    const uint32_t head = rfi_kind_of(type) == RFI_KIND_MIN ? 4 : type == RF_TYPE_MXFP4 ? 1 : 2;
+    const uint32_t at = head + (five ? 4 : 0);
     if (type == RF_TYPE_Q8_0) {
         q[0] = rfi_256_pick(b0 + at, b1 + at), q[1] = rfi_256_pick(b0 + at + 16, b1 + at + 16);
+        return;
+    }
+    if (rfi_has_codebook(type)) {
+        rfi_256_code_values(type, b0 + at, b1 + at, q);
         return;
     }
     const __m256i v = rfi_256_pick(b0 + at, b1 + at);
@@ -14478,73 +14450,193 @@ RFI_INLINE RFI_256 void rfi_256_values(uint32_t type, const uint8_t *p, uint32_t
     }
 }
 
-RFI_INLINE RFI_256 __m256 rfi_256_half(const uint16_t *h) {
-    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)h));
+/* Values of half a unit, two pairs: q[2 * odd] the first 16 of both groups of a pair, q[2 * odd + 1] the second 16.
+ * Unsigned, but for rfi_256_is_signed. */
+RFI_INLINE RFI_256 void rfi_256_values(uint32_t type, const uint8_t *p, uint32_t half, __m256i *q) {
+    if (type == RF_TYPE_Q2_K) {
+        rfi_256_pairs_of(((const rfi_block_q2_k *)p)->q, NULL, half, q);
+    } else if (type == RF_TYPE_TQ2_0) {
+        rfi_256_pairs_of(p, NULL, half, q);
+    } else if (type == RF_TYPE_Q3_K) {
+        rfi_256_pairs_of(((const rfi_block_q3_k *)p)->q, ((const rfi_block_q3_k *)p)->high, half, q);
+    } else if (type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K || type == RF_TYPE_Q6_K) {
+        rfi_256_k_values(type, p, half, q);
+    } else {
+        const uint32_t step = rfi_unit_bytes(type) / 8;
+        RFI_UNROLL(2)
+        for (uint32_t odd = 0; odd < 2; odd++) {
+            const uint32_t pair = 2 * half + odd;
+            const uint8_t *b = type == RF_TYPE_IQ4_XS ? ((const rfi_block_iq4_xs *)p)->q + 32 * pair
+                             : type == RF_TYPE_NVFP4  ? ((const rfi_block_nvfp4 *)p)[pair].q : p + 64 * pair;
+            if (rfi_is_expanded(type)) {
+                const __m256i first = rfi_256_load(b), second = rfi_256_load(b + 32);
+                q[2 * odd] = _mm256_permute2x128_si256(first, second, 0x20);
+                q[2 * odd + 1] = _mm256_permute2x128_si256(first, second, 0x31);
+            } else if (type == RF_TYPE_IQ4_XS || type == RF_TYPE_NVFP4) {
+                rfi_256_code_values(type, b, b + 16, q + 2 * odd);
+            } else {
+                rfi_256_block_values(type, p + rfi_256_group(type, pair, 0) * step,
+                                     p + rfi_256_group(type, pair, 1) * step, q + 2 * odd);
+            }
+        }
+    }
+}
+
+/* 16 bytes of each row as 4 vectors of 32-bit elements, lane = row. */
+RFI_INLINE RFI_256 void rfi_256_row_heads(const rfi_rows *r, uint64_t offset, __m256i *head) {
+    RFI_UNROLL(4)
+    for (int i = 0; i < 4; i++) head[i] = rfi_256_pick(r->row[i] + offset, r->row[i + 4] + offset);
+    rfi_256_transpose(head);
+}
+
+/* 16 bits of each row, at `offset` and g * step on. */
+RFI_INLINE RFI_256 __m128i rfi_256_words(const rfi_rows *r, uint64_t offset) {
+    const uint8_t *b[8];
+    RFI_UNROLL(8)
+    for (int l = 0; l < 8; l++) b[l] = r->row[l] + offset;
+    return rfi_256_heads(b);
+}
+
+/* The low halves of 32-bit elements, converted from half precision. */
+RFI_INLINE RFI_256 __m256 rfi_256_half(__m256i v) {
+    const __m256i low = _mm256_and_si256(v, _mm256_set1_epi32(0xffff));
+    return _mm256_cvtph_ps(_mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1)));
+}
+
+/* Byte k of 32-bit elements times d. */
+RFI_INLINE RFI_256 __m256 rfi_256_byte_times(__m256i v, uint32_t k, __m256 d) {
+    const __m256i byte = _mm256_and_si256(_mm256_srli_epi32(v, (int)(8 * k)), _mm256_set1_epi32(255));
+    return _mm256_mul_ps(d, _mm256_cvtepi32_ps(byte));
+}
+/* The same of signed bytes. */
+RFI_INLINE RFI_256 __m256 rfi_256_signed_times(__m256i v, uint32_t k, __m256 d) {
+    const __m256i byte = _mm256_srai_epi32(_mm256_slli_epi32(v, (int)(24 - 8 * k)), 24);
+    return _mm256_mul_ps(d, _mm256_cvtepi32_ps(byte));
+}
+
+RFI_INLINE RFI_256 void rfi_256_q2_k_scales(const rfi_rows *r, uint64_t offset, float *s, float *m) {
+    const __m256i four = _mm256_set1_epi32(0x0f0f0f0f);
+    const uint64_t at = offset + offsetof(rfi_block_q2_k, d);
+    const __m256 d = _mm256_cvtph_ps(rfi_256_words(r, at));
+    const __m256 dmin = _mm256_sub_ps(_mm256_setzero_ps(), _mm256_cvtph_ps(rfi_256_words(r, at + 2)));
+    __m256i head[4];
+    rfi_256_row_heads(r, offset, head);
+    RFI_UNROLL(4)
+    for (uint32_t i = 0; i < 4; i++) {
+        const __m256i low = _mm256_and_si256(head[i], four);
+        const __m256i high = _mm256_and_si256(_mm256_srli_epi32(head[i], 4), four);
+        RFI_UNROLL(4)
+        for (uint32_t k = 0; k < 4; k++) {
+            _mm256_storeu_ps(s + (4 * i + k) * 8, rfi_256_byte_times(low, k, d));
+            _mm256_storeu_ps(m + (4 * i + k) * 8, rfi_256_byte_times(high, k, dmin));
+        }
+    }
+}
+
+RFI_INLINE RFI_256 void rfi_256_q3_k_scales(const rfi_rows *r, uint64_t offset, float *s) {
+    const __m256i four = _mm256_set1_epi32(0x0f0f0f0f), two = _mm256_set1_epi32(0x30303030);
+    __m256i head[4]; /* two bytes before the 12 of the scales, and d behind them */
+    rfi_256_row_heads(r, offset + offsetof(rfi_block_q3_k, scales) - 2, head);
+    const __m256 d = rfi_256_half(_mm256_srli_epi32(head[3], 16));
+    RFI_UNROLL(3)
+    for (int i = 0; i < 3; i++)
+        head[i] = _mm256_or_si256(_mm256_srli_epi32(head[i], 16), _mm256_slli_epi32(head[i + 1], 16));
+    RFI_UNROLL(4)
+    for (int i = 0; i < 4; i++) {
+        const __m256i low = _mm256_and_si256(_mm256_srli_epi32(head[i & 1], i & 2 ? 4 : 0), four);
+        const __m256i high = i < 2 ? _mm256_slli_epi32(head[2], 4 - 2 * i) : _mm256_srli_epi32(head[2], 2 * i - 4);
+        const __m256i six = _mm256_or_si256(low, _mm256_and_si256(high, two));
+        const __m256i v = _mm256_sub_epi8(six, _mm256_set1_epi8(32));
+        RFI_UNROLL(4)
+        for (int k = 0; k < 4; k++) _mm256_storeu_ps(s + (4 * i + k) * 8, rfi_256_signed_times(v, (uint32_t)k, d));
+    }
+}
+
+RFI_INLINE RFI_256 void rfi_256_rows_iq4_xs_scales(const rfi_rows *r, uint64_t offset, float *s) {
+    __m256i head[4];
+    rfi_256_row_heads(r, offset, head);
+    const __m256 d = rfi_256_half(head[0]);
+    RFI_UNROLL(8)
+    for (int g = 0; g < 8; g++) {
+        const __m256i low = _mm256_and_si256(_mm256_srli_epi32(head[1], 4 * g), _mm256_set1_epi32(15));
+        const __m256i high = _mm256_and_si256(_mm256_srli_epi32(head[0], 12 + 2 * g), _mm256_set1_epi32(0x30));
+        const __m256i v = _mm256_sub_epi32(_mm256_or_si256(low, high), _mm256_set1_epi32(32));
+        _mm256_storeu_ps(s + g * 8, _mm256_mul_ps(d, _mm256_cvtepi32_ps(v)));
+    }
+}
+
+/* As rfi_512_nvfp4_scales. */
+RFI_INLINE RFI_256 void rfi_256_nvfp4_scales(const rfi_rows *r, uint64_t offset, float *s) {
+    RFI_UNROLL(8)
+    for (uint32_t i = 0; i < 8; i++) { /* two scales */
+        const __m128i v = rfi_256_words(r, offset + i / 2 * RFI_BYTES_NVFP4 + i % 2 * 2);
+        const __m128i is_nan = _mm_cmpeq_epi8(v, _mm_set1_epi8(127));
+        const __m128i bits = _mm_andnot_si128(is_nan, _mm_and_si128(v, _mm_set1_epi8(127)));
+        const __m128i first = _mm_slli_epi16(_mm_and_si128(bits, _mm_set1_epi16(127)), 7);
+        const __m128i second = _mm_slli_epi16(_mm_srli_epi16(bits, 8), 7);
+        _mm256_storeu_ps(s + 16 * i, _mm256_mul_ps(_mm256_cvtph_ps(first), _mm256_set1_ps(128)));
+        _mm256_storeu_ps(s + 16 * i + 8, _mm256_mul_ps(_mm256_cvtph_ps(second), _mm256_set1_ps(128)));
+    }
+}
+
+RFI_INLINE RFI_256 void rfi_256_k_scales(const rfi_rows *r, uint64_t offset, float *s, float *m) {
+    const __m256i six = _mm256_set1_epi32(0x3f3f3f3f), four = _mm256_set1_epi32(0x0f0f0f0f);
+    const __m256i top = _mm256_set1_epi32(0x30303030);
+    __m256i head[4];
+    rfi_256_row_heads(r, offset, head);
+    const __m256 d = rfi_256_half(head[0]);
+    const __m256 dmin = _mm256_sub_ps(_mm256_setzero_ps(), rfi_256_half(_mm256_srli_epi32(head[0], 16)));
+    const __m256i scale[2] = {_mm256_and_si256(head[1], six),
+                              _mm256_or_si256(_mm256_and_si256(head[3], four),
+                                              _mm256_and_si256(_mm256_srli_epi32(head[1], 2), top))};
+    const __m256i min[2] = {_mm256_and_si256(head[2], six),
+                            _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi32(head[3], 4), four),
+                                            _mm256_and_si256(_mm256_srli_epi32(head[2], 2), top))};
+    RFI_UNROLL(8)
+    for (uint32_t i = 0; i < 8; i++) {
+        _mm256_storeu_ps(s + i * 8, rfi_256_byte_times(scale[i / 4], i % 4, d));
+        _mm256_storeu_ps(m + i * 8, rfi_256_byte_times(min[i / 4], i % 4, dmin));
+    }
 }
 
 /* As rfi_512_scales. */
 RFI_INLINE RFI_256 void rfi_256_scales(uint32_t type, const rfi_rows *r, uint64_t offset, float *s, float *m) {
-    const int k = type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K;
-    const __m256i byte = _mm256_set1_epi32(255);
-    uint16_t d[8], dmin[8];
     __m256i head[4];
     if (rfi_is_expanded(type)) {
-        const uint32_t n = 2 * rfi_kind_scales(rfi_kind_of(type)), end = type == RFI_TYPE_EXPANDED_MIN ? 2 * n : n;
-        RFI_UNROLL(8)
-        for (uint32_t i = 0; i < end; i++) { /* m follows s */
-            const uint64_t at = offset + offsetof(rfi_expanded, s) + 16 * i;
-            RFI_UNROLL(4)
-            for (int j = 0; j < 4; j++) head[j] = rfi_256_pick(r->row[j] + at, r->row[j + 4] + at);
-            rfi_256_transpose(head);
-            float *to = i < n ? s + i * 32 : m + (i - n) * 32;
-            RFI_UNROLL(4)
-            for (uint32_t j = 0; j < 4; j++) rfi_256_store(to + j * 8, head[j]);
-        }
-        return;
-    }
-    if (type == RF_TYPE_Q6_K || k) {
-        const uint64_t at = offset + (k ? 0 : 192);
+        const uint32_t n = 2 * rfi_kind_scales(rfi_kind_of(type));
         RFI_UNROLL(4)
-        for (int i = 0; i < 4; i++) head[i] = rfi_256_pick(r->row[i] + at, r->row[i + 4] + at);
-        rfi_256_transpose(head);
-        RFI_UNROLL(8)
-        for (int l = 0; l < 8; l++) {
-            d[l] = rfi_load_u16(r->row[l] + offset + (k ? 0 : 208));
-            dmin[l] = rfi_load_u16(r->row[l] + offset + 2);
+        for (uint32_t i = 0; i < n; i++) {
+            rfi_256_row_heads(r, offset + offsetof(rfi_expanded, s) + 16 * i, head);
+            RFI_UNROLL(4)
+            for (uint32_t j = 0; j < 4; j++) rfi_256_store(s + i * 32 + j * 8, head[j]);
         }
-    }
-    if (type == RF_TYPE_Q6_K) {
+    } else if (type == RF_TYPE_Q6_K) {
+        const __m256 d = _mm256_cvtph_ps(rfi_256_words(r, offset + 208));
+        rfi_256_row_heads(r, offset + 192, head);
         RFI_UNROLL(16)
-        for (int i = 0; i < 16; i++) {
-            const __m256i v = _mm256_srai_epi32(_mm256_slli_epi32(head[i >> 2], 24 - 8 * (i & 3)), 24);
-            _mm256_storeu_ps(s + i * 8, _mm256_mul_ps(rfi_256_half(d), _mm256_cvtepi32_ps(v)));
-        }
-    } else if (k) {
-        const __m256i six = _mm256_set1_epi32(0x3f3f3f3f), four = _mm256_set1_epi32(0x0f0f0f0f);
-        const __m256i top = _mm256_set1_epi32(0x30303030);
-        const __m256 dw = rfi_256_half(d), mw = _mm256_sub_ps(_mm256_setzero_ps(), rfi_256_half(dmin));
-        const __m256i scale[2] = {_mm256_and_si256(head[1], six),
-                                  _mm256_or_si256(_mm256_and_si256(head[3], four),
-                                                  _mm256_and_si256(_mm256_srli_epi32(head[1], 2), top))};
-        const __m256i min[2] = {_mm256_and_si256(head[2], six),
-                                _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi32(head[3], 4), four),
-                                                _mm256_and_si256(_mm256_srli_epi32(head[2], 2), top))};
+        for (uint32_t i = 0; i < 16; i++) _mm256_storeu_ps(s + i * 8, rfi_256_signed_times(head[i / 4], i % 4, d));
+    } else if (type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K) {
+        rfi_256_k_scales(r, offset, s, m);
+    } else if (type == RF_TYPE_Q2_K) {
+        rfi_256_q2_k_scales(r, offset, s, m);
+    } else if (type == RF_TYPE_Q3_K) {
+        rfi_256_q3_k_scales(r, offset, s);
+    } else if (type == RF_TYPE_IQ4_XS) {
+        rfi_256_rows_iq4_xs_scales(r, offset, s);
+    } else if (type == RF_TYPE_NVFP4) {
+        rfi_256_nvfp4_scales(r, offset, s);
+    } else if (type == RF_TYPE_TQ2_0) {
+        const __m256 d = _mm256_cvtph_ps(rfi_256_words(r, offset + offsetof(rfi_block_tq2_0, d)));
         RFI_UNROLL(8)
-        for (int i = 0; i < 8; i++) {
-            const __m256i u = _mm256_and_si256(_mm256_srli_epi32(scale[i >> 2], 8 * (i & 3)), byte);
-            const __m256i v = _mm256_and_si256(_mm256_srli_epi32(min[i >> 2], 8 * (i & 3)), byte);
-            _mm256_storeu_ps(s + i * 8, _mm256_mul_ps(dw, _mm256_cvtepi32_ps(u)));
-            _mm256_storeu_ps(m + i * 8, _mm256_mul_ps(mw, _mm256_cvtepi32_ps(v)));
-        }
+        for (uint32_t g = 0; g < 8; g++) _mm256_storeu_ps(s + g * 8, d);
     } else {
         for (uint32_t g = 0; g < 8; g++) {
-            RFI_UNROLL(8)
-            for (int l = 0; l < 8; l++) {
-                const uint8_t *b = r->row[l] + offset + g * (rfi_unit_bytes(type) / 8);
-                d[l] = rfi_load_u16(b), dmin[l] = rfi_load_u16(b + 2);
-            }
-            _mm256_storeu_ps(s + g * 8, rfi_256_half(d));
-            if (rfi_kind_of(type) == RFI_KIND_MIN) _mm256_storeu_ps(m + g * 8, rfi_256_half(dmin));
+            const uint64_t at = offset + g * (rfi_unit_bytes(type) / 8);
+            const __m128i d = rfi_256_words(r, at);
+            if (type == RF_TYPE_MXFP4) rfi_256_mxfp4_scales(d, s + g * 8);
+            else _mm256_storeu_ps(s + g * 8, _mm256_cvtph_ps(d));
+            if (rfi_kind_of(type) == RFI_KIND_MIN)
+                _mm256_storeu_ps(m + g * 8, _mm256_cvtph_ps(rfi_256_words(r, at + 2)));
         }
     }
 }
@@ -14565,30 +14657,47 @@ RFI_INLINE RFI_256 void rfi_256_scales(uint32_t type, const rfi_rows *r, uint64_
 #define rfi_256_vnni(sum, a, x) (void)(a), (void)(x)
 #endif
 
-/* Sums of 4 products; a is unsigned unless signed_a. No 16-bit sum overflows: 128 * 127 * 2, or 63 * 127 * 2. */
-RFI_INLINE RFI_256 __m256i rfi_256_dot(int signed_a, __m256i a, __m256i x) {
-    if (signed_a) x = _mm256_sign_epi8(x, a), a = _mm256_abs_epi8(a);
-    return _mm256_madd_epi16(_mm256_maddubs_epi16(a, x), _mm256_set1_epi16(1));
-}
-
 RFI_INLINE RFI_256 void rfi_256_prefetch(uint32_t type, const rfi_rows *r, uint64_t offset) {
     const uint64_t ahead = rfi_ahead(offset, 2 * RFI_AHEAD * rfi_unit_bytes(type), r->row_bytes, 8);
     for (int l = 0; l < 8 && r->row_bytes; l++) rfi_prefetch(r->row[l], ahead, rfi_unit_bytes(type));
 }
 
-/* Sums of products of a pair of groups, or of their halves, of rows 4i to 4i + 3. */
-RFI_INLINE RFI_256 void rfi_256_sums(uint32_t type, const __m256i (*q)[2], const __m256i *xq, __m256i *sum) {
-    const uint32_t n_sums = rfi_kind_scales(rfi_kind_of(type));
-    __m256i dot[2][4];
-    RFI_UNROLL(4)
-    for (int j = 0; j < 4; j++) {
-        RFI_UNROLL(2)
-        for (int h = 0; h < 2; h++) dot[h][j] = rfi_256_dot(rfi_is_signed(type), q[j][h], xq[h]);
-        if (n_sums == 1) dot[0][j] = _mm256_add_epi32(dot[0][j], dot[1][j]);
+/* How many times the products of a row, in pairs, may be added to others in 16 bits; 0: not even two of them. */
+RFI_INLINE uint32_t rfi_256_room(uint32_t type) {
+    if (rfi_256_is_signed(type)) return 0; /* up to 128 * 127 * 2 */
+    return type == RF_TYPE_Q5_0 || type == RF_TYPE_Q5_1 || type == RF_TYPE_Q5_K || type == RF_TYPE_Q6_K ||
+           type == RF_TYPE_MXFP4 ? 1 : 2; /* up to 31 * 127 * 4, or 63 * 127 * 2; and 28 * 127 * 2 in NVFP4 */
+}
+
+/* Products of q[0], and q[1] unless alone, with x: pairs of them in 16 bits, or fours in 32 where there is no room. */
+RFI_INLINE RFI_256 __m256i rfi_256_products(uint32_t type, int alone, const __m256i *q, const __m256i *x) {
+    const __m256i one = _mm256_set1_epi16(1);
+    if (rfi_256_room(type)) {
+        const __m256i first = _mm256_maddubs_epi16(q[0], x[0]);
+        return alone ? first : _mm256_add_epi16(first, _mm256_maddubs_epi16(q[1], x[1]));
     }
+    const __m256i first = _mm256_maddubs_epi16(_mm256_abs_epi8(q[0]), _mm256_sign_epi8(x[0], q[0]));
+    if (alone) return _mm256_madd_epi16(first, one);
+    const __m256i second = _mm256_maddubs_epi16(_mm256_abs_epi8(q[1]), _mm256_sign_epi8(x[1], q[1]));
+    return _mm256_add_epi32(_mm256_madd_epi16(first, one), _mm256_madd_epi16(second, one));
+}
+
+/* In each 128-bit lane: the sums of the products of four rows. */
+RFI_INLINE RFI_256 __m256i rfi_256_sum4(uint32_t type, const __m256i *t) {
+    const uint32_t room = rfi_256_room(type);
+    const __m256i one = _mm256_set1_epi16(1);
+    __m256i two[2];
     RFI_UNROLL(2)
-    for (uint32_t h = 0; h < n_sums; h++)
-        sum[h] = _mm256_hadd_epi32(_mm256_hadd_epi32(dot[h][0], dot[h][1]), _mm256_hadd_epi32(dot[h][2], dot[h][3]));
+    for (int i = 0; i < 2; i++) {
+        const __m256i a = t[2 * i], b = t[2 * i + 1];
+        two[i] = room ? _mm256_add_epi16(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b))
+                      : _mm256_add_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
+        if (room == 1) two[i] = _mm256_madd_epi16(two[i], one);
+    }
+    const __m256 a = _mm256_castsi256_ps(two[0]), b = _mm256_castsi256_ps(two[1]);
+    const __m256i even = _mm256_castps_si256(_mm256_shuffle_ps(a, b, 0x88));
+    const __m256i odd = _mm256_castps_si256(_mm256_shuffle_ps(a, b, 0xdd));
+    return room == 2 ? _mm256_madd_epi16(_mm256_add_epi16(even, odd), one) : _mm256_add_epi32(even, odd);
 }
 
 /* Adds up to 8 groups to the 8 rows of a column. sum: [pair][rows 0..3, 4..7][half]. */
@@ -14596,7 +14705,7 @@ RFI_INLINE RFI_256 __m256 rfi_256_add_up(uint32_t type, uint32_t n_groups, const
                                          const float *m, __m256i (*sum)[2][2], __m256 y) {
     const rfi_kind kind = rfi_kind_of(type);
     const uint32_t n_halves = rfi_kind_scales(kind);
-    const int has_bias = !rfi_is_signed(type) && !rfi_kind_min(kind), shift = rfi_bias_shift(type);
+    const int has_bias = !rfi_256_is_signed(type) && !rfi_kind_min(kind), shift = rfi_bias_shift(type);
     __m256i isum[8][2]; /* [group][half] */
     RFI_UNROLL(4)
     for (uint32_t pair = 0; pair < 4; pair++)
@@ -14622,32 +14731,47 @@ RFI_INLINE RFI_256 __m256 rfi_256_add_up(uint32_t type, uint32_t n_groups, const
     return y;
 }
 
+/* Sums of a unit of rows 4i to 4i + 3. x: [column][pair][half]. */
+RFI_INLINE RFI_256 void rfi_256_sums(uint32_t type, const rfi_rows *r, uint64_t offset, uint32_t i, uint32_t n_cols,
+                                     __m256i (*x)[4][2], __m256i (*sum)[4][2][2]) {
+    const uint32_t n_sums = rfi_kind_scales(rfi_kind_of(type));
+    for (uint32_t half = 0; half < 2; half++) {
+        __m256i t[RFI_FEW_COLS][2][2][4]; /* [column][odd][half of a group][row] */
+        RFI_UNROLL(4)
+        for (uint32_t j = 0; j < 4; j++) {
+            __m256i q[4];
+            rfi_256_values(type, r->row[4 * i + j] + offset, half, q);
+            for (uint32_t c = 0; c < n_cols; c++)
+                RFI_UNROLL(2)
+                for (uint32_t odd = 0; odd < 2; odd++)
+                    RFI_UNROLL(2)
+                    for (uint32_t h = 0; h < n_sums; h++)
+                        t[c][odd][h][j] = rfi_256_products(type, n_sums == 2, &q[2 * odd + h], &x[c][2 * half + odd][h]);
+        }
+        for (uint32_t c = 0; c < n_cols; c++)
+            RFI_UNROLL(2)
+            for (uint32_t odd = 0; odd < 2; odd++)
+                RFI_UNROLL(2)
+                for (uint32_t h = 0; h < n_sums; h++) sum[c][2 * half + odd][i][h] = rfi_256_sum4(type, t[c][odd][h]);
+    }
+}
+
 RFI_INLINE RFI_256 void rfi_avx2_vector(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_columns *x,
                                         float *acc) {
     _Alignas(32) float s[16 * 8], m[16 * 8];
-    __m256i sum[RFI_FEW_COLS][4][2][2];
+    __m256i sum[RFI_FEW_COLS][4][2][2], xq[RFI_FEW_COLS][4][2];
     for (uint32_t g0 = 0; g0 < n_groups; g0 += 8) {
         const uint64_t offset = (uint64_t)(g0 / 8) * rfi_unit_bytes(type);
         rfi_256_prefetch(type, r, offset);
         rfi_256_scales(type, r, offset, s, m);
-        for (uint32_t half = 0; half < 2; half++)
-            RFI_UNROLL(2)
-            for (uint32_t odd = 0; odd < 2; odd++) {
-                const uint32_t pair = 2 * half + odd;
-                const rfi_q8 *a = x->x + g0 + rfi_256_group(type, pair, 0);
-                const rfi_q8 *b = x->x + g0 + rfi_256_group(type, pair, 1);
-                RFI_UNROLL(2)
-                for (uint32_t i = 0; i < 2; i++) {
-                    __m256i q[4][2];
-                    RFI_UNROLL(4)
-                    for (uint32_t j = 0; j < 4; j++) rfi_256_values(type, r->row[4 * i + j] + offset, half, odd, q[j]);
-                    for (uint32_t c = 0; c < x->n; c++) {
-                        const int8_t *first = a[c * x->stride].q, *second = b[c * x->stride].q;
-                        const __m256i xq[2] = {rfi_256_pick(first, second), rfi_256_pick(first + 16, second + 16)};
-                        rfi_256_sums(type, (const __m256i (*)[2])q, xq, sum[c][pair][i]);
-                    }
-                }
+        for (uint32_t c = 0; c < x->n; c++)
+            RFI_UNROLL(4)
+            for (uint32_t pair = 0; pair < 4; pair++) {
+                const rfi_q8 *xc = x->x + c * x->stride + g0;
+                const int8_t *a = xc[rfi_256_group(type, pair, 0)].q, *b = xc[rfi_256_group(type, pair, 1)].q;
+                xq[c][pair][0] = rfi_256_pick(a, b), xq[c][pair][1] = rfi_256_pick(a + 16, b + 16);
             }
+        for (uint32_t i = 0; i < 2; i++) rfi_256_sums(type, r, offset, i, x->n, xq, sum);
         for (uint32_t c = 0; c < x->n; c++) {
             const rfi_q8 *xc = x->x + c * x->stride + g0;
             const __m256 y = _mm256_loadu_ps(acc + c * 16);
@@ -14680,12 +14804,11 @@ RFI_INLINE RFI_256 void rfi_avx2_unpack(uint32_t type, const rfi_rows *r, uint64
     _Alignas(32) uint8_t q[8][256];
     const uint32_t n_scales = rfi_kind_scales(rfi_kind_of(type));
     for (int l = 0; l < 8; l++) {
-        RFI_UNROLL(4)
-        for (uint32_t pair = 0; pair < 4; pair++) {
-            __m256i v[2];
-            rfi_256_values(type, r->row[l] + offset, pair >> 1, pair & 1, v);
-            _mm256_store_si256((__m256i *)(void *)(q[l] + 64 * pair), v[0]);
-            _mm256_store_si256((__m256i *)(void *)(q[l] + 64 * pair + 32), v[1]);
+        for (uint32_t half = 0; half < 2; half++) {
+            __m256i v[4];
+            rfi_256_values(type, r->row[l] + offset, half, v);
+            RFI_UNROLL(4)
+            for (int i = 0; i < 4; i++) _mm256_store_si256((__m256i *)(void *)(q[l] + 128 * half + 32 * i), v[i]);
         }
     }
     rfi_256_interleave(type, (const uint8_t (*)[256])q, at, p);
@@ -14798,7 +14921,7 @@ static void rfi_avx2_tile(const rfi_tile *t) {
         {rfi_256_tile_vnni_bias, rfi_256_tile_vnni_min, rfi_256_tile_vnni_halves, rfi_256_tile_vnni_halves_min,
          rfi_256_tile_vnni_eight, rfi_256_tile_vnni_halves_eight}};
     const rfi_kind kind = rfi_kind_of(t->type);
-    tiles[t->extended][rfi_is_signed(t->type) ? 3 + rfi_kind_scales(kind) : (uint32_t)kind](t);
+    tiles[t->extended][rfi_256_is_signed(t->type) ? 3 + rfi_kind_scales(kind) : (uint32_t)kind](t);
 }
 
 RFI_INLINE RFI_256 __m256 rfi_256_load8(uint32_t type, const void *p, uint64_t i) {
@@ -14986,7 +15109,6 @@ static RFI_256 void rfi_avx2_dots_q(const rfi_dots *a) {
     for (; c + 4 <= a->n_cols; c += 4) rfi_256_dots_q(4, a, c);
     for (; c < a->n_cols; c++) rfi_256_dots_q(1, a, c);
 }
-#define rfi_avx2_expander rfi_256_expander
 
 enum { RFI_LANES_avx2 = 8, RFI_PANELS_avx2 = 1, RFI_COLS_avx2 = 4, RFI_KEYS_avx2 = 16, RFI_FEW_avx2 = 4,
        RFI_FEW_EXPANDED_avx2 = 5 };
