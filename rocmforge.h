@@ -12835,10 +12835,13 @@ RFI_INLINE uint32_t rfi_unit_bytes(uint32_t type) {
 /* Types that are expanded for many columns only (n_few): they have vectors, but nothing that unpacks. */
 #define RFI_GRID_TYPES(X) X(IQ2_XXS) X(IQ2_XS) X(IQ2_S) X(IQ3_XXS) X(IQ3_S) X(IQ1_S) X(IQ1_M)
 #define RFI_FEW_TYPES_scalar(X)
-#define RFI_FEW_TYPES_avx2(X)
+#define RFI_FEW_TYPES_avx2(X) RFI_GRID_TYPES(X)
 #define RFI_FEW_TYPES_neon(X)
 #define RFI_FEW_TYPES_avx512(X) RFI_GRID_TYPES(X)
-#define RFI_FEW_ENTRY(TYPE) [RF_TYPE_##TYPE] = {RFI_IF_BUILT(RF_TYPE_##TYPE, rfi_avx512_grid_##TYPE), NULL},
+#define RFI_FEW_ENTRY_scalar(TYPE)
+#define RFI_FEW_ENTRY_neon(TYPE)
+#define RFI_FEW_ENTRY_avx2(TYPE) [RF_TYPE_##TYPE] = {RFI_IF_BUILT(RF_TYPE_##TYPE, rfi_avx2_grid_##TYPE), NULL},
+#define RFI_FEW_ENTRY_avx512(TYPE) [RF_TYPE_##TYPE] = {RFI_IF_BUILT(RF_TYPE_##TYPE, rfi_avx512_grid_##TYPE), NULL},
 
 /* ---- float matmul, common to all instruction sets ---- */
 
@@ -12912,7 +12915,7 @@ static void rfi_matmul_float(void (*tile)(rfi_float_tile *), uint32_t value_byte
 #define RFI_KERNELS(isa, elementwise)                                                                                 \
     .n_lanes = RFI_LANES_##isa, .n_panels = RFI_PANELS_##isa, .n_cols = RFI_COLS_##isa,                               \
     .n_few = {RFI_FEW_##isa, RFI_FEW_EXPANDED_##isa},                                                                 \
-    .quant = {RFI_QUANT_TYPES(RFI_QUANT_ENTRY, isa, ) RFI_FEW_TYPES_##isa(RFI_FEW_ENTRY)},                            \
+    .quant = {RFI_QUANT_TYPES(RFI_QUANT_ENTRY, isa, ) RFI_FEW_TYPES_##isa(RFI_FEW_ENTRY_##isa)},                      \
     .tile = rfi_##isa##_tile, .expander = rfi_##isa##_expander,                                                       \
     .float_tile = {[RF_TYPE_F32] = rfi_##isa##_tile_F32,                                                              \
                    [RF_TYPE_F16] = RFI_IF_BUILT(RF_TYPE_F16, rfi_##isa##_tile_F16),                                   \
@@ -13354,6 +13357,29 @@ RFI_INLINE RFI_256 void rfi_256_of_grid(uint32_t type, const void *grid, const r
     }
 RFI_GRID_TYPES(RFI_GRID_EXPANDER)
 #undef RFI_GRID_EXPANDER
+
+/* Types with grids, few columns: a block of up to 16 rows, without its values. */
+typedef struct rfi_row_runs {
+    _Alignas(64) uint16_t at[16][64]; /* [row][run, IQ3: half of one] places in the grid */
+    _Alignas(32) uint8_t raw[16][32]; /* [row][run] signs                                */
+    _Alignas(64) uint8_t signs[512];  /* [run][row]                                      */
+    _Alignas(64) float s[16 * 16];    /* [group, or half of one][row]                    */
+    rfi_expanded scales[16];          /* [row] their s                                   */
+    const void *grid;
+} rfi_row_runs;
+
+/* Places, signs and scales of a block of row l. */
+RFI_INLINE RFI_256 void rfi_256_row_places(uint32_t type, const uint8_t *p, uint32_t l, rfi_row_runs *o) {
+    const rfi_grid_block b = rfi_grid_block_of(type, p);
+    rfi_places places;
+    rfi_256_places(type, &b, &places);
+    rfi_256_runs_scales(type, &b, o->scales[l].s);
+    rfi_256_store(o->raw[l], rfi_256_load(places.signs));
+    RFI_UNROLL(4)
+    for (uint32_t i = 0; i < 4; i++)
+        if (i < 2 || rfi_runs_are_iq3(type)) rfi_256_store(o->at[l] + 16 * i, places.at[i]);
+    o->grid = b.grid;
+}
 
 /* The first of five digits of base 3, of bytes that hold fractions, minus 1; and the bytes with the others. */
 RFI_INLINE RFI_256 __m256i rfi_256_third(__m256i *v) {
@@ -14007,17 +14033,8 @@ static RFI_512 void rfi_avx512_tile(const rfi_tile *t) {
 /* ---- types with grids, few columns: 16 rows at a time, without a transpose of their values ----
  * A vector has the same run of eight rows, eight values each: a row's sums are in two lanes, which are added once a
  * group, or half of one. */
-typedef struct rfi_512_runs {
-    _Alignas(64) uint16_t at[16][64];   /* [row][run, IQ3: half of one] places in the grid */
-    _Alignas(32) uint8_t raw[16][32];   /* [row][run] signs                                */
-    _Alignas(64) uint8_t signs[32][16]; /* [run][row]                                      */
-    _Alignas(64) float s[16 * 16];      /* [group, or half of one][row]                    */
-    rfi_expanded scales[16];            /* [row] their s                                   */
-    const void *grid;
-} rfi_512_runs;
-
 /* signs = raw, transposed. Four times: rows i and i + 8 become rows 2i and 2i + 1, their bytes in turn. */
-RFI_INLINE RFI_512 void rfi_512_transpose_signs(rfi_512_runs *o) {
+RFI_INLINE RFI_512 void rfi_512_transpose_signs(rfi_row_runs *o) {
     __m256i v[2][16];
     RFI_UNROLL(16)
     for (uint32_t i = 0; i < 16; i++) v[0][i] = rfi_256_load(o->raw[i]);
@@ -14031,26 +14048,13 @@ RFI_INLINE RFI_512 void rfi_512_transpose_signs(rfi_512_runs *o) {
         }
     RFI_UNROLL(16)
     for (uint32_t i = 0; i < 16; i++) {
-        _mm_store_si128((__m128i *)(void *)o->signs[i], _mm256_castsi256_si128(v[0][i]));
-        _mm_store_si128((__m128i *)(void *)o->signs[16 + i], _mm256_extracti128_si256(v[0][i], 1));
+        _mm_store_si128((__m128i *)(void *)(o->signs + 16 * i), _mm256_castsi256_si128(v[0][i]));
+        _mm_store_si128((__m128i *)(void *)(o->signs + 256 + 16 * i), _mm256_extracti128_si256(v[0][i], 1));
     }
 }
 
-/* Places, signs and scales of a block of row l. */
-RFI_INLINE RFI_512 void rfi_512_places(uint32_t type, const uint8_t *p, uint32_t l, rfi_512_runs *o) {
-    const rfi_grid_block b = rfi_grid_block_of(type, p);
-    rfi_places places;
-    rfi_256_places(type, &b, &places);
-    rfi_256_runs_scales(type, &b, o->scales[l].s);
-    rfi_256_store(o->raw[l], rfi_256_load(places.signs));
-    RFI_UNROLL(4)
-    for (uint32_t i = 0; i < 4; i++)
-        if (i < 2 || rfi_runs_are_iq3(type)) rfi_256_store(o->at[l] + 16 * i, places.at[i]);
-    o->grid = b.grid;
-}
-
 /* Run e of rows 8i to 8i + 7, without signs. */
-RFI_INLINE RFI_512 __m512i rfi_512_run(uint32_t type, const rfi_512_runs *o, uint32_t e, uint32_t i) {
+RFI_INLINE RFI_512 __m512i rfi_512_run(uint32_t type, const rfi_row_runs *o, uint32_t e, uint32_t i) {
     const long long *const eights = (const long long *)o->grid;
     const uint32_t *const fours = (const uint32_t *)o->grid;
     const uint16_t (*const at)[64] = &o->at[8 * i];
@@ -14064,7 +14068,7 @@ RFI_INLINE RFI_512 __m512i rfi_512_run(uint32_t type, const rfi_512_runs *o, uin
 
 /* Sums of 16 rows: of the products of n runs w, from run e on, with x. IQ2, IQ3: the signs of w are given to x; IQ1 has
  * w plus ten, so that it is not negative. */
-RFI_INLINE RFI_512 __m512i rfi_512_runs_sums(uint32_t type, const rfi_512_runs *o, uint32_t e, uint32_t n,
+RFI_INLINE RFI_512 __m512i rfi_512_runs_sums(uint32_t type, const rfi_row_runs *o, uint32_t e, uint32_t n,
                                              __m512i (*w)[2], const int8_t *x) {
     const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0),
                   odd = _mm512_add_epi32(even, _mm512_set1_epi32(1)), zero = _mm512_setzero_si512();
@@ -14074,7 +14078,7 @@ RFI_INLINE RFI_512 __m512i rfi_512_runs_sums(uint32_t type, const rfi_512_runs *
         const __m512i v = _mm512_set1_epi64((long long)rfi_load_u64(x + 8 * k));
         RFI_UNROLL(2)
         for (uint32_t i = 0; i < 2; i++) {
-            const __mmask64 minus = rfi_load_u64(o->signs[e + k] + 8 * i); /* a bit for each value */
+            const __mmask64 minus = rfi_load_u64(o->signs + 16 * (e + k) + 8 * i); /* a bit for each value */
             const __m512i u = rfi_runs_are_iq1(type) ? v : _mm512_mask_sub_epi8(v, minus, zero, v);
             sum[i] = _mm512_dpbusd_epi32(sum[i], w[k][i], u);
         }
@@ -14084,7 +14088,7 @@ RFI_INLINE RFI_512 __m512i rfi_512_runs_sums(uint32_t type, const rfi_512_runs *
 }
 
 /* Adds a unit of 16 rows, with the bits of rfi_avx512_vector of the expanded type. x: the unit's inputs. */
-RFI_INLINE RFI_512 void rfi_512_runs_unit(uint32_t type, const rfi_512_runs *o, const rfi_q8 *x, uint64_t x_stride,
+RFI_INLINE RFI_512 void rfi_512_runs_unit(uint32_t type, const rfi_row_runs *o, const rfi_q8 *x, uint64_t x_stride,
                                           uint32_t n_cols, float *acc) {
     const uint32_t n_halves = rfi_runs_have_16_scales(type) ? 2 : 1, n = 4 / n_halves;
     __m512 y[RFI_FEW_COLS];
@@ -14101,7 +14105,7 @@ RFI_INLINE RFI_512 void rfi_512_runs_unit(uint32_t type, const rfi_512_runs *o, 
                 for (uint32_t i = 0; i < 2; i++) {
                     w[k][i] = rfi_512_run(type, o, e + k, i);
                     if (rfi_runs_are_iq1(type)) /* a value is 8 less than the grid's, or 10 with a sign */
-                        w[k][i] = _mm512_mask_add_epi8(w[k][i], ~rfi_load_u64(o->signs[e + k] + 8 * i), w[k][i],
+                        w[k][i] = _mm512_mask_add_epi8(w[k][i], ~rfi_load_u64(o->signs + 16 * (e + k) + 8 * i), w[k][i],
                                                        _mm512_set1_epi8(2));
                 }
             for (uint32_t c = 0; c < n_cols; c++) {
@@ -14115,7 +14119,7 @@ RFI_INLINE RFI_512 void rfi_512_runs_unit(uint32_t type, const rfi_512_runs *o, 
     for (uint32_t c = 0; c < n_cols; c++) _mm512_storeu_ps(acc + c * 16, y[c]);
 }
 /* The same by type; types that differ in their grid alone share a body. */
-static inline RFI_512 void rfi_512_any_unit(uint32_t type, const rfi_512_runs *o, const rfi_q8 *x, uint64_t stride,
+static inline RFI_512 void rfi_512_any_unit(uint32_t type, const rfi_row_runs *o, const rfi_q8 *x, uint64_t stride,
                                             uint32_t n, float *acc) {
 #define RFI_UNIT(TYPE)                                                                      \
     case RF_TYPE_##TYPE:                                                                    \
@@ -14135,7 +14139,7 @@ static inline RFI_512 void rfi_512_any_unit(uint32_t type, const rfi_512_runs *o
 RFI_INLINE RFI_512 void rfi_512_grid_vector(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_columns *x,
                                             float *acc) {
     const uint32_t bytes = rfi_types[type].block_bytes;
-    rfi_512_runs o;
+    rfi_row_runs o;
     rfi_rows scales;
     for (uint32_t l = 0; l < 16; l++) scales.row[l] = (const uint8_t *)&o.scales[l];
     for (uint32_t g = 0; g < n_groups; g += 8) {
@@ -14143,7 +14147,7 @@ RFI_INLINE RFI_512 void rfi_512_grid_vector(uint32_t type, const rfi_rows *r, ui
                        ahead = rfi_ahead(offset, RFI_EXPAND_AHEAD * bytes, r->row_bytes, 16);
         for (uint32_t l = 0; l < 16; l++) {
             rfi_prefetch(r->row[l], ahead, bytes);
-            rfi_512_places(type, r->row[l] + offset, l, &o);
+            rfi_256_row_places(type, r->row[l] + offset, l, &o);
         }
         rfi_512_transpose_signs(&o);
         rfi_512_scales(rfi_runs_have_16_scales(type) ? RFI_TYPE_EXPANDED_16 : RFI_TYPE_EXPANDED_32, &scales, 0, o.s,
@@ -14746,7 +14750,8 @@ RFI_INLINE RFI_256 void rfi_256_sums(uint32_t type, const rfi_rows *r, uint64_t 
                 for (uint32_t odd = 0; odd < 2; odd++)
                     RFI_UNROLL(2)
                     for (uint32_t h = 0; h < n_sums; h++)
-                        t[c][odd][h][j] = rfi_256_products(type, n_sums == 2, &q[2 * odd + h], &x[c][2 * half + odd][h]);
+                        t[c][odd][h][j] =
+                            rfi_256_products(type, n_sums == 2, &q[2 * odd + h], &x[c][2 * half + odd][h]);
         }
         for (uint32_t c = 0; c < n_cols; c++)
             RFI_UNROLL(2)
@@ -14771,7 +14776,10 @@ RFI_INLINE RFI_256 void rfi_avx2_vector(uint32_t type, const rfi_rows *r, uint32
                 const int8_t *a = xc[rfi_256_group(type, pair, 0)].q, *b = xc[rfi_256_group(type, pair, 1)].q;
                 xq[c][pair][0] = rfi_256_pick(a, b), xq[c][pair][1] = rfi_256_pick(a + 16, b + 16);
             }
-        for (uint32_t i = 0; i < 2; i++) rfi_256_sums(type, r, offset, i, x->n, xq, sum);
+        for (uint32_t i = 0; i < 2; i++) {
+            if (x->n == 1) rfi_256_sums(type, r, offset, i, 1, xq, sum);
+            else rfi_256_sums(type, r, offset, i, x->n, xq, sum);
+        }
         for (uint32_t c = 0; c < x->n; c++) {
             const rfi_q8 *xc = x->x + c * x->stride + g0;
             const __m256 y = _mm256_loadu_ps(acc + c * 16);
@@ -14779,6 +14787,135 @@ RFI_INLINE RFI_256 void rfi_avx2_vector(uint32_t type, const rfi_rows *r, uint32
         }
     }
 }
+
+/* signs = raw of 8 rows, transposed. Three times: rows i and i + 4 become rows 2i and 2i + 1, their bytes in turn. */
+RFI_INLINE RFI_256 void rfi_256_transpose_signs(rfi_row_runs *o) {
+    __m256i v[2][8];
+    RFI_UNROLL(8)
+    for (uint32_t i = 0; i < 8; i++) v[0][i] = rfi_256_load(o->raw[i]);
+    RFI_UNROLL(3)
+    for (uint32_t step = 0; step < 3; step++)
+        RFI_UNROLL(4)
+        for (uint32_t i = 0; i < 4; i++) {
+            const __m256i a = v[step % 2][i], b = v[step % 2][i + 4];
+            v[1 - step % 2][2 * i] = _mm256_unpacklo_epi8(a, b);
+            v[1 - step % 2][2 * i + 1] = _mm256_unpackhi_epi8(a, b);
+        }
+    RFI_UNROLL(8)
+    for (uint32_t i = 0; i < 8; i++) {
+        _mm_store_si128((__m128i *)(void *)(o->signs + 16 * i), _mm256_castsi256_si128(v[1][i]));
+        _mm_store_si128((__m128i *)(void *)(o->signs + 128 + 16 * i), _mm256_extracti128_si256(v[1][i], 1));
+    }
+}
+
+/* Run e of rows 4i to 4i + 3: w has the grid's values and m the signs, -1 or 0. IQ1: w has the values plus ten. */
+RFI_INLINE RFI_256 void rfi_256_run(uint32_t type, const rfi_row_runs *o, uint32_t e, uint32_t i, __m256i *w,
+                                    __m256i *m) {
+    const long long *const eights = (const long long *)o->grid;
+    const int *const fours = (const int *)o->grid;
+    const uint16_t (*const at)[64] = &o->at[4 * i];
+#define RFI_FOURS(r) fours[at[r][2 * e + 1]], fours[at[r][2 * e]]
+    *w = rfi_runs_are_iq3(type) ? _mm256_set_epi32(RFI_FOURS(3), RFI_FOURS(2), RFI_FOURS(1), RFI_FOURS(0))
+                                : _mm256_set_epi64x(eights[at[3][e]], eights[at[2][e]], eights[at[1][e]],
+                                                    eights[at[0][e]]);
+#undef RFI_FOURS
+    *m = rfi_256_signs(o->signs + 8 * e + 4 * i);
+    if (rfi_runs_are_iq1(type)) *w = _mm256_add_epi8(*w, _mm256_andnot_si256(*m, _mm256_set1_epi8(2)));
+}
+
+/* Sums of 8 rows: of the products of n runs w, from run e on, with x; IQ2, IQ3: the signs m are given to x. No sum of
+ * two runs exceeds 16 bits: of values up to 62 in IQ3, 43 in IQ2; nor of four in IQ1, up to 18. */
+RFI_INLINE RFI_256 __m256i rfi_256_runs_sums(uint32_t type, uint32_t n, __m256i (*w)[2], __m256i (*m)[2],
+                                             const int8_t *x) {
+    const __m256i one = _mm256_set1_epi16(1);
+    __m256i sum[2];
+    RFI_UNROLL(2)
+    for (uint32_t i = 0; i < 2; i++) {
+        __m256i p[4];
+        RFI_UNROLL(4)
+        for (uint32_t k = 0; k < n; k++) {
+            const __m256i v = _mm256_set1_epi64x((long long)rfi_load_u64(x + 8 * k));
+            p[k] = _mm256_maddubs_epi16(w[k][i], rfi_runs_are_iq1(type)
+                                                     ? v : _mm256_sub_epi8(_mm256_xor_si256(v, m[k][i]), m[k][i]));
+        }
+        sum[i] = _mm256_madd_epi16(_mm256_add_epi16(p[0], p[1]), one);
+        if (n == 4) sum[i] = _mm256_add_epi32(sum[i], _mm256_madd_epi16(_mm256_add_epi16(p[2], p[3]), one));
+    }
+    const __m256 a = _mm256_castsi256_ps(sum[0]), b = _mm256_castsi256_ps(sum[1]);
+    const __m256i even = _mm256_castps_si256(_mm256_shuffle_ps(a, b, 0x88));
+    const __m256i odd = _mm256_castps_si256(_mm256_shuffle_ps(a, b, 0xdd));
+    return _mm256_permute4x64_epi64(_mm256_add_epi32(even, odd), 0xd8); /* rows were 0 1 4 5 2 3 6 7 */
+}
+
+/* As rfi_512_runs_unit, of 8 rows. */
+RFI_INLINE RFI_256 void rfi_256_runs_unit(uint32_t type, const rfi_row_runs *o, const rfi_q8 *x, uint64_t x_stride,
+                                          uint32_t n_cols, float *acc) {
+    const uint32_t n_halves = rfi_runs_have_16_scales(type) ? 2 : 1, n = 4 / n_halves;
+    __m256 y[RFI_FEW_COLS];
+    for (uint32_t c = 0; c < n_cols; c++) y[c] = _mm256_loadu_ps(acc + c * 16);
+    for (uint32_t g = 0; g < 8; g++)
+        RFI_UNROLL(2)
+        for (uint32_t h = 0; h < n_halves; h++) {
+            const __m256 d = _mm256_load_ps(o->s + (g * n_halves + h) * 8);
+            __m256i w[4][2], m[4][2];
+            RFI_UNROLL(4)
+            for (uint32_t k = 0; k < n; k++)
+                RFI_UNROLL(2)
+                for (uint32_t i = 0; i < 2; i++) rfi_256_run(type, o, 4 * g + n * h + k, i, &w[k][i], &m[k][i]);
+            for (uint32_t c = 0; c < n_cols; c++) {
+                const rfi_q8 *xg = x + c * x_stride + g;
+                __m256i isum = rfi_256_runs_sums(type, n, w, m, xg->q + 16 * h);
+                if (rfi_runs_are_iq1(type)) /* -10 times the sum of inputs, of which b is -128 times */
+                    isum = _mm256_add_epi32(isum, _mm256_set1_epi32((n_halves == 1 ? xg->b : xg->b16[h]) / 128 * 10));
+                y[c] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(isum), _mm256_mul_ps(d, _mm256_set1_ps(xg->d)), y[c]);
+            }
+        }
+    for (uint32_t c = 0; c < n_cols; c++) _mm256_storeu_ps(acc + c * 16, y[c]);
+}
+/* As rfi_512_any_unit. */
+static inline RFI_256 void rfi_256_any_unit(uint32_t type, const rfi_row_runs *o, const rfi_q8 *x, uint64_t stride,
+                                            uint32_t n, float *acc) {
+#define RFI_UNIT(TYPE)                                                                      \
+    case RF_TYPE_##TYPE:                                                                    \
+        if (n == 1) rfi_256_runs_unit(RF_TYPE_##TYPE, o, x, stride, 1, acc);                \
+        else rfi_256_runs_unit(RF_TYPE_##TYPE, o, x, stride, n, acc);                       \
+        break;
+    switch (type == RF_TYPE_IQ2_XS ? RF_TYPE_IQ2_S : type == RF_TYPE_IQ3_XXS ? RF_TYPE_IQ3_S : type) {
+        RFI_UNIT(IQ2_XXS)
+        RFI_UNIT(IQ2_S)
+        RFI_UNIT(IQ3_S)
+        RFI_UNIT(IQ1_S)
+        RFI_UNIT(IQ1_M)
+    }
+#undef RFI_UNIT
+}
+
+RFI_INLINE RFI_256 void rfi_256_grid_vector(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_columns *x,
+                                            float *acc) {
+    const uint32_t bytes = rfi_types[type].block_bytes;
+    rfi_row_runs o;
+    rfi_rows scales;
+    for (uint32_t l = 0; l < 8; l++) scales.row[l] = (const uint8_t *)&o.scales[l];
+    for (uint32_t g = 0; g < n_groups; g += 8) {
+        const uint64_t offset = (uint64_t)(g / 8) * bytes,
+                       ahead = rfi_ahead(offset, RFI_EXPAND_AHEAD * bytes, r->row_bytes, 8);
+        for (uint32_t l = 0; l < 8; l++) {
+            rfi_prefetch(r->row[l], ahead, bytes);
+            rfi_256_row_places(type, r->row[l] + offset, l, &o);
+        }
+        rfi_256_transpose_signs(&o);
+        rfi_256_scales(rfi_runs_have_16_scales(type) ? RFI_TYPE_EXPANDED_16 : RFI_TYPE_EXPANDED_32, &scales, 0, o.s,
+                       NULL);
+        rfi_256_any_unit(type, &o, x->x + g, x->stride, x->n, acc);
+    }
+}
+#define RFI_GRID_VECTOR(TYPE)                                                                                   \
+    static inline RFI_256 void rfi_avx2_grid_##TYPE(const rfi_rows *r, uint32_t n_groups, const rfi_columns *x, \
+                                                    float *acc) {                                               \
+        rfi_256_grid_vector(RF_TYPE_##TYPE, r, n_groups, x, acc);                                               \
+    }
+RFI_GRID_TYPES(RFI_GRID_VECTOR)
+#undef RFI_GRID_VECTOR
 
 /* 8 rows of a unit's values, [pair][half][32] each, to groups from `at` of a panel. */
 static RFI_256 void rfi_256_interleave(uint32_t type, const uint8_t (*q)[256], uint32_t at, rfi_panel *p) {
