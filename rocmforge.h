@@ -13358,6 +13358,14 @@ RFI_INLINE RFI_256 void rfi_256_of_grid(uint32_t type, const void *grid, const r
 RFI_GRID_TYPES(RFI_GRID_EXPANDER)
 #undef RFI_GRID_EXPANDER
 
+/* How a shuffle of bytes takes byte k of each 32-bit element: alone, or as the highest, which keeps its sign. */
+RFI_INLINE RFI_256 __m128i rfi_128_byte(uint32_t k) {
+    return _mm_add_epi32(_mm_setr_epi32(0, 4, 8, 12), _mm_set1_epi32((int)(0x80808000u + k)));
+}
+RFI_INLINE RFI_256 __m128i rfi_128_signed_byte(uint32_t k) {
+    return _mm_add_epi32(_mm_setr_epi32(0, 4 << 24, 8 << 24, 12 << 24), _mm_set1_epi32((int)(0x808080u + (k << 24))));
+}
+
 /* Types with grids, few columns: a block of up to 16 rows, without its values. */
 typedef struct rfi_row_runs {
     _Alignas(64) uint16_t at[16][64]; /* [row][run, IQ3: half of one] places in the grid */
@@ -13646,14 +13654,12 @@ RFI_INLINE RFI_512 __m512 rfi_512_mxfp4(__m512i v) {
 
 /* Byte k of 32-bit elements times d. */
 RFI_INLINE RFI_512 __m512 rfi_512_times(__m512i v, uint32_t k, __m512 d) {
-    const __m128i own = _mm_add_epi32(_mm_setr_epi32(0, 4, 8, 12), _mm_set1_epi32((int)(0x80808000u + k)));
-    return _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_shuffle_epi8(v, _mm512_broadcast_i32x4(own))));
+    return _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_shuffle_epi8(v, _mm512_broadcast_i32x4(rfi_128_byte(k)))));
 }
-/* The same of signed bytes, and with d / 2^24: the byte is the highest of its element, the others are 0. */
+/* The same of signed bytes, and with d / 2^24. */
 RFI_INLINE RFI_512 __m512 rfi_512_times_signed(__m512i v, uint32_t k, __m512 d) {
-    const __m128i own = _mm_add_epi32(_mm_setr_epi32(0, 4 << 24, 8 << 24, 12 << 24),
-                                      _mm_set1_epi32((int)(0x808080u + (k << 24))));
-    return _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_shuffle_epi8(v, _mm512_broadcast_i32x4(own))));
+    const __m512i own = _mm512_broadcast_i32x4(rfi_128_signed_byte(k));
+    return _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_shuffle_epi8(v, own)));
 }
 
 RFI_INLINE RFI_512 void rfi_512_q2_k_scales(const rfi_rows *r, uint64_t offset, float *s, float *m) {
@@ -14508,14 +14514,13 @@ RFI_INLINE RFI_256 __m256 rfi_256_half(__m256i v) {
 }
 
 /* Byte k of 32-bit elements times d. */
-RFI_INLINE RFI_256 __m256 rfi_256_byte_times(__m256i v, uint32_t k, __m256 d) {
-    const __m256i byte = _mm256_and_si256(_mm256_srli_epi32(v, (int)(8 * k)), _mm256_set1_epi32(255));
-    return _mm256_mul_ps(d, _mm256_cvtepi32_ps(byte));
+RFI_INLINE RFI_256 __m256 rfi_256_times(__m256i v, uint32_t k, __m256 d) {
+    return _mm256_mul_ps(d, _mm256_cvtepi32_ps(_mm256_shuffle_epi8(v, _mm256_broadcastsi128_si256(rfi_128_byte(k)))));
 }
-/* The same of signed bytes. */
-RFI_INLINE RFI_256 __m256 rfi_256_signed_times(__m256i v, uint32_t k, __m256 d) {
-    const __m256i byte = _mm256_srai_epi32(_mm256_slli_epi32(v, (int)(24 - 8 * k)), 24);
-    return _mm256_mul_ps(d, _mm256_cvtepi32_ps(byte));
+/* The same of signed bytes, and with d / 2^24. */
+RFI_INLINE RFI_256 __m256 rfi_256_times_signed(__m256i v, uint32_t k, __m256 d) {
+    const __m256i own = _mm256_broadcastsi128_si256(rfi_128_signed_byte(k));
+    return _mm256_mul_ps(d, _mm256_cvtepi32_ps(_mm256_shuffle_epi8(v, own)));
 }
 
 RFI_INLINE RFI_256 void rfi_256_q2_k_scales(const rfi_rows *r, uint64_t offset, float *s, float *m) {
@@ -14531,8 +14536,8 @@ RFI_INLINE RFI_256 void rfi_256_q2_k_scales(const rfi_rows *r, uint64_t offset, 
         const __m256i high = _mm256_and_si256(_mm256_srli_epi32(head[i], 4), four);
         RFI_UNROLL(4)
         for (uint32_t k = 0; k < 4; k++) {
-            _mm256_storeu_ps(s + (4 * i + k) * 8, rfi_256_byte_times(low, k, d));
-            _mm256_storeu_ps(m + (4 * i + k) * 8, rfi_256_byte_times(high, k, dmin));
+            _mm256_storeu_ps(s + (4 * i + k) * 8, rfi_256_times(low, k, d));
+            _mm256_storeu_ps(m + (4 * i + k) * 8, rfi_256_times(high, k, dmin));
         }
     }
 }
@@ -14541,7 +14546,7 @@ RFI_INLINE RFI_256 void rfi_256_q3_k_scales(const rfi_rows *r, uint64_t offset, 
     const __m256i four = _mm256_set1_epi32(0x0f0f0f0f), two = _mm256_set1_epi32(0x30303030);
     __m256i head[4]; /* two bytes before the 12 of the scales, and d behind them */
     rfi_256_row_heads(r, offset + offsetof(rfi_block_q3_k, scales) - 2, head);
-    const __m256 d = rfi_256_half(_mm256_srli_epi32(head[3], 16));
+    const __m256 d = _mm256_mul_ps(rfi_256_half(_mm256_srli_epi32(head[3], 16)), _mm256_set1_ps(0x1p-24f));
     RFI_UNROLL(3)
     for (int i = 0; i < 3; i++)
         head[i] = _mm256_or_si256(_mm256_srli_epi32(head[i], 16), _mm256_slli_epi32(head[i + 1], 16));
@@ -14552,7 +14557,7 @@ RFI_INLINE RFI_256 void rfi_256_q3_k_scales(const rfi_rows *r, uint64_t offset, 
         const __m256i six = _mm256_or_si256(low, _mm256_and_si256(high, two));
         const __m256i v = _mm256_sub_epi8(six, _mm256_set1_epi8(32));
         RFI_UNROLL(4)
-        for (int k = 0; k < 4; k++) _mm256_storeu_ps(s + (4 * i + k) * 8, rfi_256_signed_times(v, (uint32_t)k, d));
+        for (int k = 0; k < 4; k++) _mm256_storeu_ps(s + (4 * i + k) * 8, rfi_256_times_signed(v, (uint32_t)k, d));
     }
 }
 
@@ -14598,8 +14603,8 @@ RFI_INLINE RFI_256 void rfi_256_k_scales(const rfi_rows *r, uint64_t offset, flo
                                             _mm256_and_si256(_mm256_srli_epi32(head[2], 2), top))};
     RFI_UNROLL(8)
     for (uint32_t i = 0; i < 8; i++) {
-        _mm256_storeu_ps(s + i * 8, rfi_256_byte_times(scale[i / 4], i % 4, d));
-        _mm256_storeu_ps(m + i * 8, rfi_256_byte_times(min[i / 4], i % 4, dmin));
+        _mm256_storeu_ps(s + i * 8, rfi_256_times(scale[i / 4], i % 4, d));
+        _mm256_storeu_ps(m + i * 8, rfi_256_times(min[i / 4], i % 4, dmin));
     }
 }
 
@@ -14615,10 +14620,10 @@ RFI_INLINE RFI_256 void rfi_256_scales(uint32_t type, const rfi_rows *r, uint64_
             for (uint32_t j = 0; j < 4; j++) rfi_256_store(s + i * 32 + j * 8, head[j]);
         }
     } else if (type == RF_TYPE_Q6_K) {
-        const __m256 d = _mm256_cvtph_ps(rfi_256_words(r, offset + 208));
+        const __m256 d = _mm256_mul_ps(_mm256_cvtph_ps(rfi_256_words(r, offset + 208)), _mm256_set1_ps(0x1p-24f));
         rfi_256_row_heads(r, offset + 192, head);
         RFI_UNROLL(16)
-        for (uint32_t i = 0; i < 16; i++) _mm256_storeu_ps(s + i * 8, rfi_256_signed_times(head[i / 4], i % 4, d));
+        for (uint32_t i = 0; i < 16; i++) _mm256_storeu_ps(s + i * 8, rfi_256_times_signed(head[i / 4], i % 4, d));
     } else if (type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K) {
         rfi_256_k_scales(r, offset, s, m);
     } else if (type == RF_TYPE_Q2_K) {
