@@ -13819,8 +13819,8 @@ RFI_INLINE RFI_512 __m512i rfi_512_dot(uint32_t n_sums, uint32_t i, __m512i star
 
 /* The inputs of a unit. */
 typedef struct rfi_512_unit {
-    __m512i q[4];     /* in the order of rfi_512_values                           */
-    __m512i start[4]; /* what sums start with: -bias times the sum of their inputs */
+    __m512i q[4];     /* in the order of rfi_512_values                                          */
+    __m512i start[4]; /* what sums start with: -bias times the sum of their inputs; not with mins */
 } rfi_512_unit;
 
 RFI_INLINE RFI_512 void rfi_512_inputs(uint32_t type, const rfi_q8 *x, rfi_512_unit *u) {
@@ -13839,10 +13839,10 @@ RFI_INLINE RFI_512 void rfi_512_inputs(uint32_t type, const rfi_q8 *x, rfi_512_u
     }
     const __m512i zero = _mm512_setzero_si512(), b = _mm512_set1_epi8((char)(128 >> rfi_bias_shift(type)));
     const __m512i bias[4] = {b, b, b, b};
+    if (rfi_kind_min(rfi_kind_of(type))) return;
     RFI_UNROLL(4)
     for (uint32_t i = 0; i < n_sums; i++)
-        u->start[i] = rfi_kind_min(rfi_kind_of(type))
-                        ? zero : _mm512_sub_epi32(zero, rfi_512_dot(n_sums, i, zero, bias, xq));
+        u->start[i] = _mm512_sub_epi32(zero, rfi_512_dot(n_sums, i, zero, bias, xq));
 }
 
 /* sum[c][v][i]: of column c and rows 4i to 4i + 3, the sums of products of each group, or of each half of one. */
@@ -13850,7 +13850,7 @@ RFI_INLINE RFI_512 void rfi_512_sums(uint32_t type, const rfi_rows *r, uint64_t 
                                      const rfi_512_unit *x, __m512i (*sum)[4][4]) {
     const uint32_t n_sums = 2 * rfi_kind_scales(rfi_kind_of(type));
     const uint64_t ahead = rfi_ahead(offset, RFI_AHEAD * rfi_unit_bytes(type), r->row_bytes, 16);
-    const int small = rfi_512_small(type);
+    const int small = rfi_512_small(type), has_min = rfi_kind_min(rfi_kind_of(type));
     for (uint32_t i = 0; i < 4; i++) {
         __m512i q[4][4];
         RFI_UNROLL(4)
@@ -13861,9 +13861,10 @@ RFI_INLINE RFI_512 void rfi_512_sums(uint32_t type, const rfi_rows *r, uint64_t 
         for (uint32_t c = 0; c < n_cols; c++) {
             RFI_UNROLL(4)
             for (uint32_t v = 0; v < n_sums; v++) {
+                const __m512i start = has_min ? _mm512_setzero_si512() : x[c].start[v];
                 __m512i dot[4];
                 RFI_UNROLL(4)
-                for (uint32_t j = 0; j < 4; j++) dot[j] = rfi_512_dot(n_sums, v, x[c].start[v], q[j], x[c].q);
+                for (uint32_t j = 0; j < 4; j++) dot[j] = rfi_512_dot(n_sums, v, start, q[j], x[c].q);
                 sum[c][v][i] = rfi_512_sum4(small, dot[0], dot[1], dot[2], dot[3]);
             }
         }
