@@ -13477,8 +13477,8 @@ RFI_INLINE RFI_512 void rfi_512_transpose_lanes(__m512i *v) {
     v[2] = _mm512_shuffle_i32x4(c, d, 0x88), v[3] = _mm512_shuffle_i32x4(c, d, 0xdd);
 }
 
-/* In each 128-bit lane: the sum of a's four elements, of b's, c's, d's. small: of the type's weights, so that a sum of
- * two elements fits 16 bits. */
+/* In each 128-bit lane: the sum of a's four elements, of b's, c's, d's. small: any two elements of one vector
+ * add up to 16 bits at most (rfi_512_small). */
 RFI_INLINE RFI_512 __m512i rfi_512_sum4(int small, __m512i a, __m512i b, __m512i c, __m512i d) {
     const __m512i one = _mm512_set1_epi16(1);
     if (small) {
@@ -13504,7 +13504,8 @@ RFI_INLINE RFI_512 void rfi_512_fifth(const uint8_t *qh, uint64_t step, __m512i 
     }
 }
 
-/* Whether no sum of two elements of a dot product exceeds 16 bits: of 16 (4 or 8 an element) weights times 127. */
+/* Whether two elements of a dot product, 4 weights each (8 with one scale for 32) times up to 127, add up to 16 bits at
+ * most: weights up to 32 (16), less their bias. */
 RFI_INLINE int rfi_512_small(uint32_t type) {
     return !rfi_is_expanded(type) && type != RF_TYPE_Q8_0 && type != RF_TYPE_Q5_K && type != RF_TYPE_Q5_1 &&
            type != RF_TYPE_IQ4_NL && type != RF_TYPE_IQ4_XS;
@@ -14500,7 +14501,7 @@ RFI_INLINE RFI_256 void rfi_256_row_heads(const rfi_rows *r, uint64_t offset, __
     rfi_256_transpose(head);
 }
 
-/* 16 bits of each row, at `offset` and g * step on. */
+/* 16 bits of each row. */
 RFI_INLINE RFI_256 __m128i rfi_256_words(const rfi_rows *r, uint64_t offset) {
     const uint8_t *b[8];
     RFI_UNROLL(8)
@@ -14672,11 +14673,11 @@ RFI_INLINE RFI_256 void rfi_256_prefetch(uint32_t type, const rfi_rows *r, uint6
     for (int l = 0; l < 8 && r->row_bytes; l++) rfi_prefetch(r->row[l], ahead, rfi_unit_bytes(type));
 }
 
-/* How many times the products of a row, in pairs, may be added to others in 16 bits; 0: not even two of them. */
+/* How often 16-bit sums of products of pairs of weights may be doubled in 16 bits; 0: not at all. */
 RFI_INLINE uint32_t rfi_256_room(uint32_t type) {
-    if (rfi_256_is_signed(type)) return 0; /* up to 128 * 127 * 2 */
+    if (rfi_256_is_signed(type)) return 0; /* 128 * 127 * 2 */
     return type == RF_TYPE_Q5_0 || type == RF_TYPE_Q5_1 || type == RF_TYPE_Q5_K || type == RF_TYPE_Q6_K ||
-           type == RF_TYPE_MXFP4 ? 1 : 2; /* up to 31 * 127 * 4, or 63 * 127 * 2; and 28 * 127 * 2 in NVFP4 */
+           type == RF_TYPE_MXFP4 ? 1 : 2; /* 31 * 127 * 2 twice, 63 * 127 * 2 once; NVFP4: 28 * 127 * 2 once */
 }
 
 /* Products of q[0], and q[1] unless alone, with x: pairs of them in 16 bits, or fours in 32 where there is no room. */

@@ -397,6 +397,7 @@ static void check_matmul_extremes(const rfi_kernels *k) {
         problem p = problem_create(k, type, n_rows, n_in, n_cols);
         float y[37 * 9], z[37 * 9];
         for (uint64_t i = 0; i < n_rows * p.row_bytes; i++) p.w[i] = rnd() % 3 ? (uint8_t)(rnd() >> 9) : rnd() % 2 ? 0xff : 0x80;
+        memset(p.w, 0xff, p.row_bytes), memset(p.w + p.row_bytes, 0, p.row_bytes); /* the largest sums */
         const rf_type_info info = rf_type_get(type);
         for (uint64_t b = 0; b < n_rows * p.row_bytes / info.block_bytes; b++) {
             uint8_t *block = p.w + b * info.block_bytes;
@@ -404,11 +405,14 @@ static void check_matmul_extremes(const rfi_kernels *k) {
             if (type == RF_TYPE_MXFP4) block[0] = (uint8_t)(64 + block[0] % 128);
             if (type == RF_TYPE_IQ1_M) block[55] &= (uint8_t)~0x40u;
         }
-        for (uint32_t i = 0; i < n_in * n_cols; i++) p.x[i] = rnd() % 2 ? 3.0f : -3.0f; /* q = +-127 */
+        for (uint32_t i = 0; i < n_in * n_cols; i++) /* q = +-127, of the first two columns all alike */
+            p.x[i] = (i / n_in == 0 || (i / n_in > 1 && rnd() % 2)) ? 3.0f : -3.0f;
         for (uint32_t j = 0; j < n_cols; j++) k->quantize(p.x + j * n_in, n_in, p.q + j * p.acts.q_stride);
         run(k, &p, 0, n_rows, 0, n_cols, y, n_rows);
         run(rfi_kernels_find("scalar"), &p, 0, n_rows, 0, n_cols, z, n_rows);
         CHECK(!memcmp(y, z, sizeof y), "%s %s: not the scalar bits", k->name, info.name);
+        run(k, &p, 0, n_rows, 0, 2, y, n_rows); /* few columns take other code */
+        CHECK(!memcmp(y, z, sizeof y), "%s %s, two columns: not the scalar bits", k->name, info.name);
         for (uint32_t i = 0; i < n_rows; i++) {
             double row[768];
             decode(type, p.w + i * p.row_bytes, n_in, row);
