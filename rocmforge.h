@@ -12780,7 +12780,7 @@ RFI_INLINE int rfi_has_pairs(uint32_t type) {
     return type == RF_TYPE_Q2_K || type == RF_TYPE_Q3_K || type == RF_TYPE_TQ2_0;
 }
 
-/* The bias: subtracted from the stored value. */
+/* The bias: subtracted from the stored value, or added to a codebook's (of fp4, up to 12: 16, which is a shift). */
 RFI_INLINE int rfi_bias_of(uint32_t type) {
     return type == RF_TYPE_Q4_0 ? 8 : type == RF_TYPE_Q5_0 ? 16 : type == RF_TYPE_Q6_K ? 32 : type == RF_TYPE_Q3_K ? 4
          : type == RF_TYPE_TQ2_0 ? 1 : type == RF_TYPE_MXFP4 || type == RF_TYPE_NVFP4 ? 16
@@ -13516,8 +13516,7 @@ RFI_INLINE uint32_t rfi_512_half_at(uint32_t type, uint32_t v, uint32_t l) {
     if (type == RF_TYPE_Q6_K) return v * 4 + l;
     const uint32_t i = (v >> 1) * 4 + l, half = v & 1;
     const uint32_t g = rfi_is_expanded(type) || type == RF_TYPE_IQ4_XS ? i
-                     : rfi_has_pairs(type) ? i / 2 + (i & 1) * 4
-                                               : i / 4 + (i & 3) * 2;
+                     : rfi_has_pairs(type) ? i / 2 + (i & 1) * 4 : i / 4 + (i & 3) * 2;
     return 2 * g + half;
 }
 /* The inverse: 4 * vector + lane. */
