@@ -13521,11 +13521,11 @@ RFI_INLINE uint32_t rfi_512_half_at(uint32_t type, uint32_t v, uint32_t l) {
 }
 /* The inverse: 4 * vector + lane. */
 RFI_INLINE uint32_t rfi_512_place_of(uint32_t type, uint32_t half) {
-    uint32_t i = 0;
-    RFI_UNROLL(16)
-    for (uint32_t k = 0; k < 16; k++)
-        if (rfi_512_half_at(type, k / 4, k % 4) == half) i = k;
-    return i;
+    if (type == RF_TYPE_Q6_K) return half;
+    const uint32_t g = half / 2;
+    const uint32_t i = rfi_is_expanded(type) || type == RF_TYPE_IQ4_XS ? g
+                     : rfi_has_pairs(type) ? (g & 3) * 2 + g / 4 : (g & 1) * 4 + g / 2;
+    return ((i >> 2) * 2 + half % 2) * 4 + i % 4;
 }
 
 /* A codebook's values for the low four bits of bytes, plus the bias. */
