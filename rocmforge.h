@@ -12838,8 +12838,6 @@ RFI_INLINE uint32_t rfi_unit_bytes(uint32_t type) {
 #define RFI_FEW_TYPES_avx2(X) RFI_GRID_TYPES(X)
 #define RFI_FEW_TYPES_neon(X)
 #define RFI_FEW_TYPES_avx512(X) RFI_GRID_TYPES(X)
-#define RFI_FEW_ENTRY_scalar(TYPE)
-#define RFI_FEW_ENTRY_neon(TYPE)
 #define RFI_FEW_ENTRY_avx2(TYPE) [RF_TYPE_##TYPE] = {RFI_IF_BUILT(RF_TYPE_##TYPE, rfi_avx2_grid_##TYPE), NULL},
 #define RFI_FEW_ENTRY_avx512(TYPE) [RF_TYPE_##TYPE] = {RFI_IF_BUILT(RF_TYPE_##TYPE, rfi_avx512_grid_##TYPE), NULL},
 
@@ -13504,8 +13502,8 @@ RFI_INLINE RFI_512 void rfi_512_fifth(const uint8_t *qh, uint64_t step, __m512i 
     }
 }
 
-/* Whether two elements of a dot product, 4 weights each (8 with one scale for 32) times up to 127, add up to 16 bits at
- * most: weights up to 32 (16), less their bias. */
+/* Whether two 32-bit sums of a dot product fit 16 bits together. A sum has 4 products, or 8 where 32 weights have one
+ * scale, and inputs are up to 127: so weights without their bias are up to 32, or 16. */
 RFI_INLINE int rfi_512_small(uint32_t type) {
     return !rfi_is_expanded(type) && type != RF_TYPE_Q8_0 && type != RF_TYPE_Q5_K && type != RF_TYPE_Q5_1 &&
            type != RF_TYPE_IQ4_NL && type != RF_TYPE_IQ4_XS;
@@ -13819,7 +13817,7 @@ RFI_INLINE RFI_512 __m512i rfi_512_dot(uint32_t n_sums, uint32_t i, __m512i star
 
 /* The inputs of a unit. */
 typedef struct rfi_512_unit {
-    __m512i q[4];     /* in the order of rfi_512_values                                          */
+    __m512i q[4];     /* in the order of rfi_512_values                                           */
     __m512i start[4]; /* what sums start with: -bias times the sum of their inputs; not with mins */
 } rfi_512_unit;
 
@@ -14387,7 +14385,7 @@ RFI_INLINE RFI_256 __m256i rfi_256_right(__m256i v, int a, int b) {
 }
 
 /* Values of two bits of half a unit, as rfi_256_values; high: third bits, or NULL. */
-RFI_INLINE RFI_256 void rfi_256_pairs_of(const uint8_t *p, const uint8_t *high, uint32_t half, __m256i *q) {
+RFI_INLINE RFI_256 void rfi_256_two_bit_values(const uint8_t *p, const uint8_t *high, uint32_t half, __m256i *q) {
     const __m256i two = _mm256_set1_epi8(3), third = _mm256_set1_epi8(4);
     RFI_UNROLL(2)
     for (int i = 0; i < 2; i++) {
@@ -14465,11 +14463,11 @@ RFI_INLINE RFI_256 void rfi_256_block_values(uint32_t type, const uint8_t *b0, c
  * Unsigned, but for rfi_256_is_signed. */
 RFI_INLINE RFI_256 void rfi_256_values(uint32_t type, const uint8_t *p, uint32_t half, __m256i *q) {
     if (type == RF_TYPE_Q2_K) {
-        rfi_256_pairs_of(((const rfi_block_q2_k *)p)->q, NULL, half, q);
+        rfi_256_two_bit_values(((const rfi_block_q2_k *)p)->q, NULL, half, q);
     } else if (type == RF_TYPE_TQ2_0) {
-        rfi_256_pairs_of(p, NULL, half, q);
+        rfi_256_two_bit_values(p, NULL, half, q);
     } else if (type == RF_TYPE_Q3_K) {
-        rfi_256_pairs_of(((const rfi_block_q3_k *)p)->q, ((const rfi_block_q3_k *)p)->high, half, q);
+        rfi_256_two_bit_values(((const rfi_block_q3_k *)p)->q, ((const rfi_block_q3_k *)p)->high, half, q);
     } else if (type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K || type == RF_TYPE_Q6_K) {
         rfi_256_k_values(type, p, half, q);
     } else {
@@ -14562,7 +14560,7 @@ RFI_INLINE RFI_256 void rfi_256_q3_k_scales(const rfi_rows *r, uint64_t offset, 
     }
 }
 
-RFI_INLINE RFI_256 void rfi_256_rows_iq4_xs_scales(const rfi_rows *r, uint64_t offset, float *s) {
+RFI_INLINE RFI_256 void rfi_256_iq4_xs_scales(const rfi_rows *r, uint64_t offset, float *s) {
     __m256i head[4];
     rfi_256_row_heads(r, offset, head);
     const __m256 d = rfi_256_half(head[0]);
@@ -14632,7 +14630,7 @@ RFI_INLINE RFI_256 void rfi_256_scales(uint32_t type, const rfi_rows *r, uint64_
     } else if (type == RF_TYPE_Q3_K) {
         rfi_256_q3_k_scales(r, offset, s);
     } else if (type == RF_TYPE_IQ4_XS) {
-        rfi_256_rows_iq4_xs_scales(r, offset, s);
+        rfi_256_iq4_xs_scales(r, offset, s);
     } else if (type == RF_TYPE_NVFP4) {
         rfi_256_nvfp4_scales(r, offset, s);
     } else if (type == RF_TYPE_TQ2_0) {
@@ -14783,8 +14781,10 @@ RFI_INLINE RFI_256 void rfi_avx2_vector(uint32_t type, const rfi_rows *r, uint32
                 xq[c][pair][0] = rfi_256_pick(a, b), xq[c][pair][1] = rfi_256_pick(a + 16, b + 16);
             }
         for (uint32_t i = 0; i < 2; i++) {
-            if (x->n == 1) rfi_256_sums(type, r, offset, i, 1, xq, sum);
-            else rfi_256_sums(type, r, offset, i, x->n, xq, sum);
+            if (x->n == 1) /* its products stay in registers */
+                rfi_256_sums(type, r, offset, i, 1, xq, sum);
+            else
+                rfi_256_sums(type, r, offset, i, x->n, xq, sum);
         }
         for (uint32_t c = 0; c < x->n; c++) {
             const rfi_q8 *xc = x->x + c * x->stride + g0;
