@@ -3712,7 +3712,7 @@ struct rfk_product {
     float *const *far;            /* [n_far] where other members want it, too: [cols, n_out] (rfk_sum_members) */
     uint32_t n_far;
 };
-#define RFK_PRODUCTS 3
+#define RFK_PRODUCTS 4
 struct rfk_matmul_args {
     rfk_product part[RFK_PRODUCTS];
     const float *x;   /* [cols, x_stride], for weights of F32, F16, BF16; for the others: */
@@ -3723,15 +3723,13 @@ struct rfk_matmul_args {
 
 /* The product that this block works on; *block becomes its index in that product. */
 template <class ARGS> RFK_DEVICE rfk_product rfk_pick(const ARGS &a, uint32_t *block) {
-    rfk_product p = a.part[0];
-    if (*block >= a.part[1].end_block) {
-        p = a.part[2];
-        *block -= a.part[1].end_block;
-    } else if (*block >= a.part[0].end_block) {
-        p = a.part[1];
-        *block -= a.part[0].end_block;
-    }
-    return p;
+    RFK_UNROLL(4)
+    for (uint32_t i = RFK_PRODUCTS - 1; i > 0; i--)
+        if (*block >= a.part[i - 1].end_block) {
+            *block -= a.part[i - 1].end_block;
+            return a.part[i];
+        }
+    return a.part[0];
 }
 
 /* Called: tiles have many results, and seldom a softcap. */
@@ -5391,8 +5389,9 @@ static __global__ void RFK_RESIDENT(RFK_FUSED_BLOCK, RFK_FUSED_RESIDENT) rfk_fus
     const rfk_product &p = a.part[which]; /* stays in constant memory: there are no registers for it */
 #else
     rfk_product p = a.part[0];
-    if (which == 1) p = a.part[1];
-    if (which == 2) p = a.part[2];
+    RFK_UNROLL(4)
+    for (uint32_t i = 1; i < RFK_PRODUCTS; i++)
+        if (which == i) p = a.part[i]; /* no index that is only known at run time: p would be in memory */
 #endif
     const rfk_column c = rfk_column_in(column, a.n_in);
     if (SET == RFK_SET_OTHER) {
@@ -7456,8 +7455,9 @@ static __global__ void RFK_RESIDENT(RFK_ROWS_BLOCK, RFK_ROWS_RESIDENT) rfk_rows(
     const rfk_product &p = a.part[which]; /* stays in constant memory: there are no registers for it */
 #else
     rfk_product p = a.part[0];
-    if (which == 1) p = a.part[1];
-    if (which == 2) p = a.part[2];
+    RFK_UNROLL(4)
+    for (uint32_t i = 1; i < RFK_PRODUCTS; i++)
+        if (which == i) p = a.part[i]; /* no index that is only known at run time: p would be in memory */
 #endif
     const rfk_column c = rfk_column_in(column, a.n_in);
     if (OTHER) {
@@ -14973,8 +14973,8 @@ static int rfk_is_plain_glu(const rf_plan *plan, const rf_op *g, const rf_op *a,
            rfk_is_plain_matmul(b) && plan->weights[a->weight].type == plan->weights[b->weight].type;
 }
 
-/* Match a fused matvec from op i on: [gather] [norm], up to three matmuls of one input [and the GLU of two]. 0 ops: no
- * match. */
+/* Match a fused matvec from op i on: [gather] [norm], up to RFK_PRODUCTS matmuls of one input [and the GLU of two]. 0
+ * ops: no match. */
 static rfk_fused rfk_match_fused_matvec(const rf_prepared *p, uint32_t i, uint32_t end, uint32_t int8_buffer) {
     const rf_plan *plan = p->plan;
     const rf_op *ops = plan->ops;
@@ -15333,16 +15333,34 @@ static rfk_few_way rfk_find_few_way(const rf_prepared *p, uint32_t i, uint32_t c
     return way;
 }
 
-/* What all products of the plan have in common: rfk_early_carveout. Mixtures lose by it. */
+/* How many products of fused matvec f, from its `first` on, one kernel multiplies in a step of several rows; *way: which
+ * one. So gates of a few rows do not slow down the large matrices beside them. */
+static uint32_t rfk_few_run(const rf_prepared *p, const rfk_fused *f, uint32_t first, rfk_few_way *way) {
+    uint32_t n = f->glu != RF_NONE ? f->n_products : 1;
+    *way = rfk_find_few_way(p, f->products + first, n);
+    for (; first + n < f->n_products; n++)
+        if (rfk_find_few_way(p, f->products + first + n, 1).kernel != way->kernel ||
+            rfk_find_few_way(p, f->products + first, n + 1).kernel != way->kernel)
+            break;
+    return n;
+}
+
+#define RFK_FEW_SMALL 256u /* rows: products of fewer take a small part of a step */
+/* What all products of the plan have in common, but small ones: rfk_early_carveout. Mixtures lose by it. */
 static void rfk_find_plan_way(rf_prepared *p) {
-    rfk_few_way all = {p->n_fused ? RFK_FEW_DIRECT : RFK_FEW_ANY, RFK_FEW_ROWS};
+    rfk_few_way all = {p->n_fused ? RFK_FEW_DIRECT : RFK_FEW_ANY, RFK_FEW_ROWS}, way;
     for (uint32_t i = 0; i < p->n_fused; i++) {
         const rfk_fused *f = &p->fused[i];
         if (f->kind == RFK_FUSED_UP || f->kind == RFK_FUSED_DOWN) all.kernel = RFK_FEW_ANY;
         if (f->kind != RFK_FUSED_MATVEC) continue;
-        const rfk_few_way way = rfk_find_few_way(p, f->products, f->n_products);
-        if (way.kernel < all.kernel) all.kernel = way.kernel;
-        if (way.max_rows < all.max_rows) all.max_rows = way.max_rows;
+        for (uint32_t first = 0, n; first < f->n_products; first += n) {
+            uint32_t n_out = 0;
+            n = rfk_few_run(p, f, first, &way);
+            for (uint32_t k = first; k < first + n; k++) n_out += p->plan->ops[f->products + k].matmul.n_out;
+            if (n_out < RFK_FEW_SMALL) continue;
+            if (way.kernel < all.kernel) all.kernel = way.kernel;
+            if (way.max_rows < all.max_rows) all.max_rows = way.max_rows;
+        }
     }
     p->few_way = all;
 }
@@ -16930,7 +16948,7 @@ static rf_result rfk_run_slice(const rfk_launching *l) {
 /* Divide about max_blocks blocks, of `waves` rows at a time, among the products by their bytes. */
 static uint32_t rfk_divide_blocks(const rfk_launching *l, rfk_product *part, bool glu, uint32_t waves,
                                   uint32_t max_blocks) {
-    uint64_t total = 0, bytes[RFK_PRODUCTS] = {0, 0, 0};
+    uint64_t total = 0, bytes[RFK_PRODUCTS] = {0};
     uint32_t end = 0, n = glu ? 1 : l->together;
     for (uint32_t i = 0; i < n; i++)
         total += bytes[i] = (uint64_t)part[i].n_out * rfk_row_bytes(&l->p->plan->weights[l->op[i].weight]);
@@ -17021,62 +17039,27 @@ static uint32_t rfk_source_of(const rfk_fused *f) {
 
 /* Which kernel multiplies n_cols columns. Where the plan leaves no room for two blocks of rfk_few_staged on a
  * multiprocessor (mixtures), rfk_few keeps the types that it has code for. */
-static int rfk_choose_few(const rf_prepared *p, const rfk_fused *f, uint32_t n_cols) {
-    const rfk_few_way way = rfk_find_few_way(p, f->products, f->n_products);
-    if (n_cols > way.max_rows) return RFK_FEW_ANY;
-    if (way.kernel == RFK_FEW_STAGED && p->few_way.kernel == RFK_FEW_ANY && !rfk_is_other(p->plan, f->products))
-        return RFK_FEW_ANY;
-    return way.kernel;
+static int rfk_choose_few(const rf_prepared *p, const rfk_few_way *way, uint32_t n_cols, bool other) {
+    if (n_cols > way->max_rows) return RFK_FEW_ANY;
+    if (way->kernel == RFK_FEW_STAGED && p->few_way.kernel == RFK_FEW_ANY && !other) return RFK_FEW_ANY;
+    return way->kernel;
 }
 
-/* A fused matvec of several rows: quantize its columns, then multiply. */
-static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
+/* Multiply: l has the products of one kernel, `a` the rest. */
+static rf_result rfk_run_few_products(rfk_launching *l, rfk_few_args a, int way) {
     rf_prepared *p = l->p;
-    const rf_op *ops = p->plan->ops;
     rfk_matmul_args products;
-    const uint32_t n_cols = l->op->rows == RF_ROWS_LOGITS ? l->step->n_logits : l->step->n_rows;
-    const bool other = rfk_is_other(p->plan, f->products);
-    const int way = rfk_choose_few(p, f, n_cols);
-    const uint32_t source = rfk_source_of(f),
-                   direct = way == RFK_FEW_ANY                    ? 0 /* columns of a block */
-                            : n_cols > 8 && p->dev->direct > 8    ? 16
-                            : n_cols > 4 || way == RFK_FEW_STAGED ? 8
-                                                                  : 4,
+    const bool other = rfk_is_other(p->plan, l->index);
+    const uint32_t direct = way == RFK_FEW_ANY                      ? 0 /* columns of a block */
+                            : a.n_cols > 8 && p->dev->direct > 8    ? 16
+                            : a.n_cols > 4 || way == RFK_FEW_STAGED ? 8
+                                                                    : 4,
                    rows = RFK_FEW_ROWS * RFK_DIRECT_TILES(direct),
-                   blocks = rfk_make_products(l, &products, rows);
-    rfk_few_quantize_args z;
-    rfk_few_args a;
-    memset(&z, 0, sizeof z);
-    memset(&a, 0, sizeof a);
+                   tiles = rfk_make_products(l, &products, rows);
     memcpy(a.part, products.part, sizeof a.part);
-    a.x = p->few[p->few_for == (uint32_t)(f - p->fused)];
-    a.from = rfk_at_step(l, p->ops[source].in, ops[source].in);
-    a.from_stride = p->ops[source].in_stride;
-    a.rows = f->gather != RF_NONE ? p->logit_rows : NULL;
-    a.n_in = l->op->matmul.n_in;
-    a.n_cols = n_cols;
-    a.glu = f->glu != RF_NONE;
-    a.is_gelu = a.glu && ops[f->glu].glu.activation == RF_ACT_GELU;
-    a.n_tiles = a.glu ? a.part[0].end_block : blocks;
-    if (f->norm != RF_NONE) {
-        const rf_op *norm = &ops[f->norm];
-        a.norm = rfk_vector(p, norm->weight, 0, &a.norm_type);
-        a.eps = norm->norm.eps;
-        a.norm_stride = p->ops[f->norm].out_stride;
-        if (norm->out != ops[source].in && !rfk_is_dead(p->plan, f->first + f->n_ops, norm->out))
-            a.norm_out = rfk_at_step(l, p->ops[f->norm].out, norm->out);
-    }
+    a.n_tiles = a.glu ? a.part[0].end_block : tiles;
     rfk_config c = {dim3(), dim3(), 0, rfk_early_carveout(l), l->q->stream, 0};
-    if (p->few_for != (uint32_t)(f - p->fused)) {
-        z.x = a.from, z.x_stride = a.from_stride, z.rows = a.rows, z.n = a.n_in, z.to = a.x;
-        z.norm = a.norm, z.norm_type = a.norm_type;
-        z.add = rfk_bind_post_norm(p, l->step, f, &z.x);
-        c.grid = dim3(a.n_cols, rfk_ceil_div(a.n_in, 4 * RFK_BLOCK));
-        c.block = dim3(RFK_BLOCK);
-        const rf_result r = rfk_enqueue_config(l, RFK_BY_WAVE(l, rfk_few_quantize<32>, rfk_few_quantize<64>), c, z);
-        if (r != RF_OK) return r;
-    }
-    c.shared_bytes = a.n_in / 64 * 96 * a.n_cols + rfk_grid_bytes(a.part, f->n_products);
+    c.shared_bytes = a.n_in / 64 * 96 * a.n_cols + rfk_grid_bytes(a.part, l->together);
     const uint32_t max_cols = way != RFK_FEW_DIRECT                 ? RFK_ROWS_MAX
                               : p->few_way.kernel == RFK_FEW_DIRECT ? 1
                                                                     : RFK_ROWS_MIXTURE;
@@ -17108,6 +17091,52 @@ static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
 #endif
     return rfk_enqueue_config(l, RFK_BY_WAVE(l, rfk_find_few<32>(other, a.n_cols), rfk_find_few<64>(other, a.n_cols)),
                               c, a);
+}
+
+/* A fused matvec of several rows: quantize its columns, then multiply. */
+static rf_result rfk_run_few(rfk_launching *l, const rfk_fused *f) {
+    rf_prepared *p = l->p;
+    const rf_op *ops = p->plan->ops;
+    const uint32_t n_cols = l->op->rows == RF_ROWS_LOGITS ? l->step->n_logits : l->step->n_rows,
+                   source = rfk_source_of(f);
+    rfk_few_quantize_args z;
+    rfk_few_args a;
+    memset(&z, 0, sizeof z);
+    memset(&a, 0, sizeof a);
+    a.x = p->few[p->few_for == (uint32_t)(f - p->fused)];
+    a.from = rfk_at_step(l, p->ops[source].in, ops[source].in);
+    a.from_stride = p->ops[source].in_stride;
+    a.rows = f->gather != RF_NONE ? p->logit_rows : NULL;
+    a.n_in = l->op->matmul.n_in;
+    a.n_cols = n_cols;
+    a.glu = f->glu != RF_NONE;
+    a.is_gelu = a.glu && ops[f->glu].glu.activation == RF_ACT_GELU;
+    if (f->norm != RF_NONE) {
+        const rf_op *norm = &ops[f->norm];
+        a.norm = rfk_vector(p, norm->weight, 0, &a.norm_type);
+        a.eps = norm->norm.eps;
+        a.norm_stride = p->ops[f->norm].out_stride;
+        if (norm->out != ops[source].in && !rfk_is_dead(p->plan, f->first + f->n_ops, norm->out))
+            a.norm_out = rfk_at_step(l, p->ops[f->norm].out, norm->out);
+    }
+    rf_result r = RF_OK;
+    if (p->few_for != (uint32_t)(f - p->fused)) {
+        rfk_config c = {dim3(a.n_cols, rfk_ceil_div(a.n_in, 4 * RFK_BLOCK)), dim3(RFK_BLOCK), 0, rfk_early_carveout(l),
+                        l->q->stream, 0};
+        z.x = a.from, z.x_stride = a.from_stride, z.rows = a.rows, z.n = a.n_in, z.to = a.x;
+        z.norm = a.norm, z.norm_type = a.norm_type;
+        z.add = rfk_bind_post_norm(p, l->step, f, &z.x);
+        r = rfk_enqueue_config(l, RFK_BY_WAVE(l, rfk_few_quantize<32>, rfk_few_quantize<64>), c, z);
+    }
+    for (uint32_t first = 0; r == RF_OK && first < f->n_products; first += l->together) {
+        rfk_few_way way;
+        l->index = f->products + first;
+        l->op = &ops[l->index];
+        l->together = rfk_few_run(p, f, first, &way);
+        r = rfk_run_few_products(l, a, rfk_choose_few(p, &way, n_cols, rfk_is_other(p->plan, l->index)));
+        a.norm_out = NULL; /* the first launch stores it */
+    }
+    return r;
 }
 
 static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
