@@ -1948,6 +1948,31 @@ RFK_DEVICE void rfk_quantize4(const rfk_int8_rows &to, size_t row, uint32_t n, u
     if (inside) rfk_put_int8(to, row, n, i, v);
 }
 
+/* Columns of a step of several rows as int8, in tiles of 16, for rfk_few and its like. */
+#define RFK_FEW_ROWS 16u /* columns of a tile, and rows of W that a block has at a time */
+struct rfk_few_columns {
+    int4 *q;         /* [tile][n / 16][16 columns], and behind these what the functions below find; NULL: no memory */
+    size_t capacity; /* values that there is room for, a multiple of 512: all parts begin at multiples of 16 bytes */
+};
+#define RFK_FEW_BYTES(capacity) ((capacity) / 8 * 13)
+/* [tile][n / 32][16]: the scale of a group of 32, and that times its sum. */
+RFK_DEVICE float *rfk_few_d(const rfk_few_columns &x) { return reinterpret_cast<float *>(x.q + x.capacity / 16); }
+RFK_DEVICE float *rfk_few_e(const rfk_few_columns &x) { return rfk_few_d(x) + x.capacity / 32; }
+/* [tile][n / 16][16]: sums of 16. */
+RFK_DEVICE float *rfk_few_sum(const rfk_few_columns &x) { return rfk_few_d(x) + x.capacity / 16; }
+/* [column][n / 32]: sums of squares of a deferred norm. */
+RFK_DEVICE float *rfk_few_squares(const rfk_few_columns &x) { return rfk_few_d(x) + x.capacity / 8; }
+
+/* Store values 4i .. 4i + 3 of a column of n. */
+RFK_DEVICE void rfk_few_put_int8(const rfk_few_columns &to, uint32_t n, uint32_t col, uint32_t i,
+                                 const rfk_int8_four &v) {
+    const uint32_t c = col % RFK_FEW_ROWS;
+    const size_t tile = col / RFK_FEW_ROWS, piece = tile * n + i / 4 * RFK_FEW_ROWS + c,
+                 group = tile * (n / 2) + i / 8 * RFK_FEW_ROWS + c;
+    reinterpret_cast<int *>(to.q + piece)[i % 4] = v.packed;
+    if (i % 4 == 0) rfk_few_sum(to)[piece] = (float)v.sum;
+    if (i % 8 == 0) rfk_few_d(to)[group] = v.d, rfk_few_e(to)[group] = v.d * (float)(v.sum + v.other);
+}
 /* Where rfk_matmul_narrow wants value k of a row's vector, which is even, and the next:
  * [vector][n_in / 128][2][row][64], 64 being a swizzled row of an operand. A lane of four has 16 adjacent values and
  * those 32 after them, from 64 (lane / 2) + 16 (lane % 2) of 128 on; its 4 positions of each 16 are 4 of them.
@@ -3084,9 +3109,10 @@ static __global__ void RFK_THREADS(RFK_CONV_CHANNELS * RFK_CONV_GROUPS) rfk_conv
 /* RF_OP_DELTA, the gated delta rule. A wave holds RFK_DELTA_COLS columns of a head's state S in registers: a column's
  * at most DIM values lie on WAVE / RFK_DELTA_COLS lanes, and its update depends on that column alone. Some tokens at a
  * time, the block normalizes queries and keys in shared memory, while those of the next tokens are on their way.
- *   grid [ceil(head_dim_v / (4 * RFK_DELTA_COLS)), heads, sequences]   block 4 waves   LDS 29 KiB
- *   reads q and k of a row once per block */
+ *   LDS 29 KiB, gated 41   reads q and k of a row once per block */
 #define RFK_DELTA_COLS(wave, dim) ((dim) > 4 * (wave) ? 4u : 8u) /* a lane has registers for 32 values of a column */
+#define RFK_DELTA_WAVES(wave, dim, gated) ((gated) ? (dim) / (int)RFK_DELTA_COLS(wave, dim) : 4)
+#define RFK_DELTA_GATED 128 /* dimension of gated heads, at most: a block of 16 waves */
 struct rfk_delta_args {
     const float *in, *beta, *alpha;
     const uint8_t *a, *b; /* [n_heads] */
@@ -3095,19 +3121,28 @@ struct rfk_delta_args {
     const rfk_row_range *ranges;
     uint32_t a_type, b_type, in_stride, beta_stride, alpha_stride, out_stride, n_heads, n_k_heads, head_dim,
         head_dim_v, cyclic, n_decays;
+    uint32_t early; /* only `in` is written by the launch before, which lets this one start when it has waited itself:
+                       all else may be read before rfk_wait_previous */
     float scale, eps, lower_bound;
+    const uint8_t *norm; /* [head_dim_v] GATED: the norm of each head's result, and what its gate goes through */
+    uint32_t norm_type, activation;
+    float norm_eps;
+    rfk_int8_rows x8;    /* q NULL: results are not wanted as int8 of one row */
+    rfk_few_columns few; /* q NULL: nor as columns of several rows */
 };
 /* What a block knows of the tokens that it works on. */
-template <int WAVE, int DIM> struct rfk_delta_shared {
-    static const int TOKENS = 2048 / DIM, COLS = RFK_DELTA_COLS(WAVE, DIM);
+template <int WAVE, int DIM, bool GATED> struct rfk_delta_shared {
+    static const int TOKENS = 2048 / DIM, COLS = RFK_DELTA_COLS(WAVE, DIM), WAVES = RFK_DELTA_WAVES(WAVE, DIM, GATED);
     float4 q[TOKENS][DIM / 4], k[TOKENS][DIM / 4]; /* of length scale and 1 */
     float4 decays[TOKENS][DIM / 4];                /* of the rows of S, where each has its own */
-    float v[TOKENS][4 * COLS], kq[TOKENS], beta[TOKENS], decay[TOKENS];
+    float v[TOKENS][WAVES * COLS], kq[TOKENS], beta[TOKENS], decay[TOKENS];
+    float y[GATED ? TOKENS : 1][DIM];              /* the results */
 };
 /* The same as read, on its way to shared memory: a wave's share. */
-template <int WAVE, int DIM> struct rfk_delta_loads {
-    static const int TOKENS = 2048 / DIM, N = DIM / WAVE;
-    float q[TOKENS / 4][N], k[TOKENS / 4][N], v[TOKENS * RFK_DELTA_COLS(WAVE, DIM) / WAVE], beta, alpha;
+template <int WAVE, int DIM, bool GATED> struct rfk_delta_loads {
+    static const int TOKENS = 2048 / DIM, N = DIM / WAVE, WAVES = RFK_DELTA_WAVES(WAVE, DIM, GATED);
+    float q[TOKENS / WAVES][N], k[TOKENS / WAVES][N], v[TOKENS * RFK_DELTA_COLS(WAVE, DIM) / WAVE], beta, alpha;
+    float a, b;  /* of the head; b: n_decays 1 */
     int32_t own; /* whether row `lane` of the tokens is the sequence's */
     uint32_t to; /* of that row */
 };
@@ -3126,15 +3161,15 @@ RFK_DEVICE uint32_t rfk_delta_key(const rfk_delta_args &a) {
     return a.head_dim * (a.cyclic ? blockIdx.y % a.n_k_heads : blockIdx.y / (a.n_heads / a.n_k_heads));
 }
 /* Read tokens t0 on; l.own is of these already. */
-template <int WAVE, int DIM>
-RFK_DEVICE void rfk_delta_fetch(rfk_delta_loads<WAVE, DIM> &l, const rfk_delta_args &a, uint32_t t0) {
-    const int TOKENS = l.TOKENS, COLS = 4 * RFK_DELTA_COLS(WAVE, DIM);
+template <int WAVE, int DIM, bool GATED>
+RFK_DEVICE void rfk_delta_fetch(rfk_delta_loads<WAVE, DIM, GATED> &l, const rfk_delta_args &a, uint32_t t0) {
+    const int TOKENS = l.TOKENS, WAVES = l.WAVES, COLS = WAVES * RFK_DELTA_COLS(WAVE, DIM);
     const uint32_t lane = threadIdx.x % WAVE, wave = threadIdx.x / WAVE, key = rfk_delta_key(a),
                    n_keys = a.n_k_heads * a.head_dim, h = blockIdx.y;
     RFK_UNROLL(8)
-    for (uint32_t i = 0; i < (uint32_t)TOKENS / 4; i++) {
-        const bool own = rfk_shuffle<WAVE>(l.own, 4 * i + wave) != 0;
-        const float *in = a.in + (size_t)(t0 + 4 * i + wave) * a.in_stride + key;
+    for (uint32_t i = 0; i < (uint32_t)TOKENS / WAVES; i++) {
+        const bool own = rfk_shuffle<WAVE>(l.own, WAVES * i + wave) != 0;
+        const float *in = a.in + (size_t)(t0 + WAVES * i + wave) * a.in_stride + key;
         RFK_UNROLL(8)
         for (uint32_t j = 0; j < (uint32_t)l.N; j++) {
             const bool there = own && j * WAVE + lane < a.head_dim;
@@ -3144,8 +3179,8 @@ RFK_DEVICE void rfk_delta_fetch(rfk_delta_loads<WAVE, DIM> &l, const rfk_delta_a
     }
     RFK_UNROLL(8)
     for (uint32_t j = 0; j < sizeof l.v / sizeof *l.v; j++) {
-        const uint32_t i = (j * 4 * WAVE + threadIdx.x) / COLS,
-                       col = blockIdx.x * COLS + (j * 4 * WAVE + threadIdx.x) % COLS;
+        const uint32_t i = (j * WAVES * WAVE + threadIdx.x) / COLS,
+                       col = blockIdx.x * COLS + (j * WAVES * WAVE + threadIdx.x) % COLS;
         const bool own = rfk_shuffle<WAVE>(l.own, i) != 0;
         l.v[j] = own && col < a.head_dim_v
                      ? a.in[(size_t)(t0 + i) * a.in_stride + 2 * (size_t)n_keys + (size_t)h * a.head_dim_v + col]
@@ -3156,15 +3191,15 @@ RFK_DEVICE void rfk_delta_fetch(rfk_delta_loads<WAVE, DIM> &l, const rfk_delta_a
     l.alpha = own ? a.alpha[(size_t)(t0 + lane) * a.alpha_stride + (size_t)h * a.n_decays] : 0.0f;
 }
 /* Store what was read, queries and keys normalized. */
-template <int WAVE, int DIM>
-RFK_DEVICE void rfk_delta_put(rfk_delta_shared<WAVE, DIM> &s, const rfk_delta_loads<WAVE, DIM> &l,
+template <int WAVE, int DIM, bool GATED>
+RFK_DEVICE void rfk_delta_put(rfk_delta_shared<WAVE, DIM, GATED> &s, const rfk_delta_loads<WAVE, DIM, GATED> &l,
                               const rfk_delta_args &a, uint32_t t0) {
-    const uint32_t lane = threadIdx.x % WAVE, wave = threadIdx.x / WAVE, h = blockIdx.y, COLS = 4 * s.COLS;
+    const uint32_t lane = threadIdx.x % WAVE, wave = threadIdx.x / WAVE, h = blockIdx.y,
+                   WAVES = s.WAVES, COLS = WAVES * s.COLS;
     const size_t bias = (size_t)h * a.n_decays;
-    const float decay_by = rfk_load_any(a.a, a.a_type, h);
     RFK_UNROLL(8)
-    for (uint32_t i = 0; i < (uint32_t)l.TOKENS / 4; i++) {
-        const uint32_t token = 4 * i + wave;
+    for (uint32_t i = 0; i < (uint32_t)l.TOKENS / WAVES; i++) {
+        const uint32_t token = WAVES * i + wave;
         float kk = 0, qq = 0, kq = 0;
         RFK_UNROLL(8)
         for (uint32_t j = 0; j < (uint32_t)l.N; j++)
@@ -3185,20 +3220,19 @@ RFK_DEVICE void rfk_delta_put(rfk_delta_shared<WAVE, DIM> &s, const rfk_delta_lo
                     ? rfk_delta_decay(a.lower_bound,
                                       a.alpha[(size_t)(t0 + token) * a.alpha_stride + bias + e] +
                                           rfk_load_any(a.b, a.b_type, bias + e),
-                                      decay_by)
+                                      l.a)
                     : 0.0f;
     }
     RFK_UNROLL(8)
     for (uint32_t j = 0; j < sizeof l.v / sizeof *l.v; j++)
-        s.v[(j * 4 * WAVE + threadIdx.x) / COLS][(j * 4 * WAVE + threadIdx.x) % COLS] = l.v[j];
+        s.v[(j * WAVES * WAVE + threadIdx.x) / COLS][(j * WAVES * WAVE + threadIdx.x) % COLS] = l.v[j];
     if (threadIdx.x >= (uint32_t)l.TOKENS) return;
     s.beta[lane] = 1.0f / (1.0f + expf(-l.beta));
-    s.decay[lane] =
-        a.n_decays > 1 ? 1.0f : rfk_delta_decay(a.lower_bound, l.alpha + rfk_load_any(a.b, a.b_type, h), decay_by);
+    s.decay[lane] = a.n_decays > 1 ? 1.0f : rfk_delta_decay(a.lower_bound, l.alpha + l.b, l.a);
 }
 /* Which rows these are, for rfk_delta_fetch: of rows before `end`. */
-template <int WAVE, int DIM>
-RFK_DEVICE void rfk_delta_rows(rfk_delta_loads<WAVE, DIM> &l, const rfk_delta_args &a, int32_t seq, uint32_t t0,
+template <int WAVE, int DIM, bool GATED>
+RFK_DEVICE void rfk_delta_rows(rfk_delta_loads<WAVE, DIM, GATED> &l, const rfk_delta_args &a, int32_t seq, uint32_t t0,
                                uint32_t end) {
     const uint32_t t = t0 + threadIdx.x % WAVE;
     const bool inside = threadIdx.x % WAVE < (uint32_t)l.TOKENS && t < end;
@@ -3206,8 +3240,9 @@ RFK_DEVICE void rfk_delta_rows(rfk_delta_loads<WAVE, DIM> &l, const rfk_delta_ar
     l.to = inside ? a.rows[t].to : 0;
 }
 /* A token: x, the lane's N values of a column of S, decays and takes in the key; returns the column's output. */
-template <int WAVE, int DIM, int N>
-RFK_DEVICE float rfk_delta_token(const rfk_delta_shared<WAVE, DIM> &s, float (&x)[N], uint32_t i, bool row_decays) {
+template <int WAVE, int DIM, bool GATED, int N>
+RFK_DEVICE float rfk_delta_token(const rfk_delta_shared<WAVE, DIM, GATED> &s, float (&x)[N], uint32_t i,
+                                 bool row_decays) {
     const uint32_t lanes = WAVE / s.COLS, first = threadIdx.x % WAVE / s.COLS;
     float sk[4] = {0, 0, 0, 0}, sq[4] = {0, 0, 0, 0};
     if (row_decays) {
@@ -3245,29 +3280,60 @@ RFK_DEVICE void rfk_delta_state(const rfk_delta_args &a, float (&x)[N], float *s
         else state[(size_t)row * a.head_dim_v] = x[m];
     }
 }
-template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_delta(rfk_delta_args a) {
+/* The norm and the gate of a token's result of a head, by a wave. own: it is the sequence's token. */
+template <int WAVE>
+RFK_DEVICE void rfk_delta_gate_out(const rfk_delta_args &a, const float *y, size_t t, const float *norm, bool own) {
+    const uint32_t lane = threadIdx.x % WAVE, n = a.head_dim_v, h = blockIdx.y, i = h * (n / 4) + lane,
+                   width = a.n_heads * n;
+    float *out = a.out + t * a.out_stride, x[4], gate[4];
+    rfk_get4(y, lane, own ? n : 0, x);
+    rfk_get4(out + (size_t)h * n, lane, own ? n : 0, gate);
+    const float squares = x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3],
+                scale = 1.0f / sqrtf(rfk_wave_sum<WAVE>(squares) / (float)n + a.norm_eps);
+    RFK_UNROLL(4)
+    for (int k = 0; k < 4; k++)
+        x[k] = rfk_activate(a.activation, gate[k]) * (x[k] * scale * norm[k]);
+    const bool inside = own && lane < n / 4;
+    if (inside) rfk_set4(out, i, width, x);
+    if (!a.x8.q && !a.few.q) return;
+    const rfk_int8_four v = rfk_quantize_halves<WAVE>(x);
+    if (inside && a.x8.q) rfk_put_int8(a.x8, 0, width, i, v);
+    if (inside && a.few.q) rfk_few_put_int8(a.few, width, (uint32_t)t, i, v);
+}
+/* GATED: out holds the gates, and then act(gate) * norm(result), also quantized.
+ *   grid [GATED ? 1 : ceil(head_dim_v / (4 * RFK_DELTA_COLS)), heads, sequences]   block RFK_DELTA_WAVES waves */
+template <int WAVE, int DIM, bool GATED>
+static __global__ void RFK_THREADS(RFK_DELTA_WAVES(WAVE, DIM, GATED) * WAVE) rfk_delta(rfk_delta_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
-    rfk_wait_previous();
-    typedef rfk_delta_shared<WAVE, DIM> shared;
+    typedef rfk_delta_shared<WAVE, DIM, GATED> shared;
     RFK_SHARED(shared, s);
-    const int N = DIM * shared::COLS / WAVE;
-    const uint32_t TOKENS = shared::TOKENS, COLS = shared::COLS, h = blockIdx.y,
+    const int N = DIM * shared::COLS / WAVE, WAVES = shared::WAVES;
+    const uint32_t TOKENS = shared::TOKENS, COLS = shared::COLS, h = blockIdx.y, wave = threadIdx.x / WAVE,
                    first = 4 * (threadIdx.x % WAVE / COLS),
-                   col = (blockIdx.x * 4 + threadIdx.x / WAVE) * COLS + threadIdx.x % COLS;
+                   col = (blockIdx.x * WAVES + wave) * COLS + threadIdx.x % COLS;
+    rfk_delta_loads<WAVE, DIM, GATED> l;
+    float norm[4] = {0};
+    l.a = rfk_load_any(a.a, a.a_type, h);
+    l.b = a.n_decays > 1 ? 0.0f : rfk_load_any(a.b, a.b_type, h);
+    for (uint32_t k = 0; GATED && k < 4; k++) {
+        const uint32_t i = 4 * (threadIdx.x % WAVE) + k;
+        if (i < a.head_dim_v) norm[k] = rfk_load_any(a.norm, a.norm_type, i);
+    }
+    if (!a.early) rfk_wait_previous();
     const rfk_row_range rows = rfk_rows_of(a.ranges, blockIdx.z);
     const int32_t seq = a.rows[rows.first].seq;
     const uint32_t slot_from = a.rows[rows.first].from;
     const bool inside = col < a.head_dim_v;
     const size_t width = (size_t)a.n_heads * a.head_dim * a.head_dim_v,
                  at = ((size_t)h * a.head_dim + first) * a.head_dim_v + col;
-    if (rows.first == rows.end) return;
     float x[N];
     RFK_UNROLL(32)
     for (uint32_t m = 0; m < (uint32_t)N; m++) x[m] = 0;
-    rfk_delta_loads<WAVE, DIM> l;
     rfk_delta_rows(l, a, seq, rows.first, rows.end);
+    if (slot_from && rows.first < rows.end)
+        rfk_delta_state<true, WAVE, DIM>(a, x, a.state + (slot_from - 1) * width + at, first, inside);
+    if (a.early) rfk_wait_previous();
     rfk_delta_fetch(l, a, rows.first);
-    if (slot_from) rfk_delta_state<true, WAVE, DIM>(a, x, a.state + (slot_from - 1) * width + at, first, inside);
     for (uint32_t t0 = rows.first; t0 < rows.end; t0 += TOKENS) {
         const int32_t own = l.own;
         const uint32_t to = l.to;
@@ -3283,10 +3349,16 @@ template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_de
             if (!rfk_shuffle<WAVE>(own, i)) continue;
             const uint32_t slot_to = rfk_shuffle<WAVE>(to, i);
             const float y = rfk_delta_token(s, x, i, a.n_decays > 1);
-            if (inside && first == 0) a.out[(size_t)(t0 + i) * a.out_stride + (size_t)h * a.head_dim_v + col] = y;
+            if (inside && first == 0) {
+                if (GATED) s.y[i][col] = y;
+                else a.out[(size_t)(t0 + i) * a.out_stride + (size_t)h * a.head_dim_v + col] = y;
+            }
             if (slot_to)
                 rfk_delta_state<false, WAVE, DIM>(a, x, a.state + (slot_to - 1) * width + at, first, inside);
         }
+        if (!GATED || !any) continue;
+        __syncthreads();
+        rfk_delta_gate_out<WAVE>(a, s.y[wave % TOKENS], t0 + wave, norm, rfk_shuffle<WAVE>(own, wave) != 0);
     }
 }
 
@@ -7018,32 +7090,8 @@ template <int WAVE> static __global__ void RFK_RESIDENT(RFK_BLOCK, 4) rfk_join_n
  * exactly. There is a float sum for each of those lanes, and sums of adjacent ones are added first, all as in the fused
  * matvec: results have its bits. */
 
-#define RFK_FEW_ROWS 16u /* of W, and columns of a tile */
 #define RFK_FEW_WAVES 8u
 #define RFK_FEW_PITCH 17 /* 16-byte words from row to row in shared memory: four fragments, and one against conflicts */
-struct rfk_few_columns {
-    int4 *q;         /* [tile][n / 16][16 columns], and behind these what the functions below find; NULL: no memory */
-    size_t capacity; /* values that there is room for, a multiple of 512: all parts begin at multiples of 16 bytes */
-};
-#define RFK_FEW_BYTES(capacity) ((capacity) / 8 * 13)
-/* [tile][n / 32][16]: the scale of a group of 32, and that times its sum. */
-RFK_DEVICE float *rfk_few_d(const rfk_few_columns &x) { return reinterpret_cast<float *>(x.q + x.capacity / 16); }
-RFK_DEVICE float *rfk_few_e(const rfk_few_columns &x) { return rfk_few_d(x) + x.capacity / 32; }
-/* [tile][n / 16][16]: sums of 16. */
-RFK_DEVICE float *rfk_few_sum(const rfk_few_columns &x) { return rfk_few_d(x) + x.capacity / 16; }
-/* [column][n / 32]: sums of squares of a deferred norm. */
-RFK_DEVICE float *rfk_few_squares(const rfk_few_columns &x) { return rfk_few_d(x) + x.capacity / 8; }
-
-/* Store values 4i .. 4i + 3 of a column of n. */
-RFK_DEVICE void rfk_few_put_int8(const rfk_few_columns &to, uint32_t n, uint32_t col, uint32_t i,
-                                 const rfk_int8_four &v) {
-    const uint32_t c = col % RFK_FEW_ROWS;
-    const size_t tile = col / RFK_FEW_ROWS, piece = tile * n + i / 4 * RFK_FEW_ROWS + c,
-                 group = tile * (n / 2) + i / 8 * RFK_FEW_ROWS + c;
-    reinterpret_cast<int *>(to.q + piece)[i % 4] = v.packed;
-    if (i % 4 == 0) rfk_few_sum(to)[piece] = (float)v.sum;
-    if (i % 8 == 0) rfk_few_d(to)[group] = v.d, rfk_few_e(to)[group] = v.d * (float)(v.sum + v.other);
-}
 /* Quantize values 4i .. 4i + 3 of a column of n, x, a group of 32 in eight adjacent lanes. norm: their weights if it is
  * to be a deferred norm, or NULL. All lanes of the wave take part. */
 template <int WAVE>
@@ -12103,6 +12151,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_angles(rfk_angles_args a) {
 #define RFK_DECODE_GROUP 4u  /* queries of a block, at most; those of a larger group read the same cells */
 #define RFK_DECODE_NEAR 1024u /* positions: rows of up to so many have RFK_CLUSTER splits at most, where clusters are */
 #define RFK_CLUSTER 8u       /* blocks of a cluster, at most: every GPU that has clusters has room for these */
+#define RFK_DECODE_RESIDENT 2 /* blocks of a multiprocessor that run at once */
 
 struct rfk_decode_attention_args {
     const float *q, *k, *v;
@@ -12874,7 +12923,7 @@ RFK_DEVICE void rfk_decode_expect(rfk_mbarrier &parts, uint32_t n_floats) {
  * block 256   LDS up to 27 KiB, in a cluster 33 more   cluster [1, up to RFK_CLUSTER, 1]
  * Reads each key and value once for all queries of a column. Blocks without positions or queries return. */
 template <int WAVE, class KV, int G, int PER>
-static __global__ void RFK_RESIDENT(RFK_BLOCK, 2) rfk_decode_attention(rfk_decode_attention_args a) {
+static __global__ void RFK_RESIDENT(RFK_BLOCK, RFK_DECODE_RESIDENT) rfk_decode_attention(rfk_decode_attention_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
     typedef rfk_decode_shape<KV, G, PER> S;
     typedef rfk_decode_shared<G, PER> shared;
@@ -14325,14 +14374,16 @@ struct rfk_bound {
 };
 
 /* A launch of a decode step: an op with those launched together, a fused matvec, fused attention, a norm with few rows
- * of floats (such as a router), or a mixture of experts, in two launches. RF_NONE: no such op. */
+ * of floats (such as a router), a mixture of experts, in two launches, or a delta rule with its norm and gate. RF_NONE:
+ * no such op. */
 enum rfk_fused_kind {
     RFK_FUSED_OP = 0,
     RFK_FUSED_MATVEC = 1,
     RFK_FUSED_ATTENTION = 2,
     RFK_FUSED_NORM_DOTS = 3,
     RFK_FUSED_UP = 4,
-    RFK_FUSED_DOWN = 5
+    RFK_FUSED_DOWN = 5,
+    RFK_FUSED_DELTA = 6
 };
 struct rfk_fused {
     uint32_t kind;
@@ -15074,6 +15125,28 @@ static rfk_fused rfk_no_launch(uint32_t kind, uint32_t first) {
     return f;
 }
 
+/* Match a delta rule, the norm of each head's result and its gate. 0 ops: no match. */
+static rfk_fused rfk_match_delta(const rf_prepared *p, uint32_t i, uint32_t end) {
+    const rf_plan *plan = p->plan;
+    const rf_op *op = &plan->ops[i], *norm = op + 1, *gate = op + 2;
+    const rf_delta_params *d = &op->delta;
+    const rfk_fused none = rfk_no_launch(RFK_FUSED_OP, i);
+    rfk_fused f = rfk_no_launch(RFK_FUSED_DELTA, i);
+    if (i + 3 > end || op->kind != RF_OP_DELTA || !rfk_is_plain_norm(norm) || gate->kind != RF_OP_GLU) return none;
+    const uint32_t n = d->n_heads * d->head_dim_v, y = op->out, out = gate->out, activation = gate->glu.activation;
+    const bool ok = d->head_dim <= RFK_DELTA_GATED && d->head_dim_v <= RFK_DELTA_GATED && d->head_dim_v % 4 == 0 &&
+                    plan->buffers[out].width % 4 == 0 && norm->in == y && norm->out == y &&
+                    norm->norm.n == d->head_dim_v && norm->norm.n_groups == d->n_heads && gate->in == out &&
+                    gate->in2 == y && gate->glu.n == n && gate->glu.in2_at == 0 && gate->glu.repeat <= 1 &&
+                    gate->flags == 0 && gate->factor == RF_NONE && gate->rows == op->rows &&
+                    (activation == RF_ACT_SILU || activation == RF_ACT_SIGMOID) && out != y && out != op->in &&
+                    out != op->in2 && out != op->in3 && rfk_is_dead(plan, i + 3, y) &&
+                    (!p->ops[i + 2].quantize || rfk_takes_column(plan, i + 3, end));
+    f.norm = i + 1, f.glu = i + 2;
+    f.n_ops = 3;
+    return ok ? f : none;
+}
+
 /* Match a norm and products of its result with few rows of floats. 0 ops: no match. */
 static rfk_fused rfk_match_norm_dots(const rf_prepared *p, uint32_t i, uint32_t end) {
     const rf_op *ops = p->plan->ops, *norm = &ops[i];
@@ -15218,6 +15291,7 @@ static void rfk_make_fused(rf_prepared *p) {
             if (!wide) f = rfk_match_fused_matvec(p, i, end, int8_buffer);
             if (!wide && f.n_ops == 0) f = rfk_match_attention(p, i, end);
             if (f.n_ops == 0) f = rfk_match_norm_dots(p, i, end);
+            if (!wide && f.n_ops == 0) f = rfk_match_delta(p, i, end);
             if (f.n_ops == 0 && rfk_match_mixture(p, i, end, &up, &down)) {
                 p->fused[p->n_fused++] = up;
                 i += up.n_ops;
@@ -15240,6 +15314,11 @@ static void rfk_make_fused(rf_prepared *p) {
                 f.to_int8 = !f.is_int8 && rfk_takes_column(plan, f.glu + 1, end) && next->in == glu->out &&
                             next->matmul.n_in == glu->glu.n && rfk_fused_to_int8(p, glu->glu.n);
                 if (f.to_int8) int8_buffer = glu->out;
+            } else if (f.kind == RFK_FUSED_DELTA) {
+                const rf_op *gate = &plan->ops[f.glu], *next = gate + 1;
+                f.to_int8 = rfk_takes_column(plan, f.glu + 1, end) && next->in == gate->out &&
+                            next->matmul.n_in == gate->glu.n && plan->ops[i].delta.head_dim_v % 32 == 0;
+                if (f.to_int8) int8_buffer = gate->out;
             }
             p->fused[p->n_fused++] = f;
             i += f.n_ops;
@@ -15333,8 +15412,8 @@ static rfk_few_way rfk_find_few_way(const rf_prepared *p, uint32_t i, uint32_t c
     return way;
 }
 
-/* How many products of fused matvec f, from its `first` on, one kernel multiplies in a step of several rows; *way: which
- * one. So gates of a few rows do not slow down the large matrices beside them. */
+/* How many products of fused matvec f, from its `first` on, one kernel multiplies in a step of several rows; *way:
+ * which one. So gates of a few rows do not slow down the large matrices beside them. */
 static uint32_t rfk_few_run(const rf_prepared *p, const rfk_fused *f, uint32_t first, rfk_few_way *way) {
     uint32_t n = f->glu != RF_NONE ? f->n_products : 1;
     *way = rfk_find_few_way(p, f->products + first, n);
@@ -15382,7 +15461,7 @@ static void rfk_choose_decode_splits(rf_prepared *p) {
         const uint32_t n = a->n_kv_heads << rfk_decode_columns_log2(a, RFK_DECODE_GROUP);
         if (n > columns) columns = n;
     }
-    p->decode_splits = columns ? rfk_ceil_div(2 * (uint64_t)p->dev->info.compute_units, columns) : 1;
+    p->decode_splits = columns ? rfk_ceil_div(RFK_DECODE_RESIDENT * (uint64_t)p->dev->info.compute_units, columns) : 1;
     if (p->decode_splits > RFK_DECODE_SPLITS) p->decode_splits = RFK_DECODE_SPLITS;
     if (p->decode_splits == 0) p->decode_splits = 1;
 }
@@ -16838,13 +16917,15 @@ static rf_result rfk_run_conv(const rfk_launching *l) {
 
 typedef void (*rfk_delta_kernel)(rfk_delta_args);
 template <int WAVE> static rfk_delta_kernel rfk_find_delta(uint32_t head_dim) {
-    if (head_dim <= 64) return rfk_delta<WAVE, 64>;
-    return head_dim <= 128 ? rfk_delta<WAVE, 128> : rfk_delta<WAVE, RFK_MAX_HEAD>;
+    if (head_dim <= 64) return rfk_delta<WAVE, 64, false>;
+    return head_dim <= 128 ? rfk_delta<WAVE, 128, false> : rfk_delta<WAVE, RFK_MAX_HEAD, false>;
 }
 
-static rf_result rfk_run_delta(const rfk_launching *l) {
+/* *n_sequences: of the grid. */
+static rfk_delta_args rfk_bind_delta(const rfk_launching *l, uint32_t *n_sequences) {
     const rf_op *op = l->op;
     rfk_delta_args a;
+    memset(&a, 0, sizeof a);
     a.in = l->b.in;
     a.beta = l->b.in2;
     a.alpha = l->b.in3;
@@ -16853,7 +16934,7 @@ static rf_result rfk_run_delta(const rfk_launching *l) {
     a.out = l->b.out;
     a.state = (float *)(void *)l->b.k;
     a.rows = l->p->rows;
-    const uint32_t n_sequences = rfk_n_sequences(l, &a.ranges);
+    *n_sequences = rfk_n_sequences(l, &a.ranges);
     a.in_stride = l->b.in_stride;
     a.beta_stride = l->b.in2_stride;
     a.alpha_stride = l->b.in3_stride;
@@ -16867,6 +16948,12 @@ static rf_result rfk_run_delta(const rfk_launching *l) {
     a.lower_bound = op->delta.lower_bound;
     a.scale = op->delta.scale;
     a.eps = op->delta.eps;
+    return a;
+}
+
+static rf_result rfk_run_delta(const rfk_launching *l) {
+    uint32_t n_sequences;
+    const rfk_delta_args a = rfk_bind_delta(l, &n_sequences);
     if (rfk_has_runs(l->step->rows, l->step->n_rows) && a.head_dim <= RFK_CHUNK_DIM && a.n_decays == 1)
         return rfk_enqueue_early(l, RFK_BY_WAVE(l, rfk_delta_prompt<32>, rfk_delta_prompt<64>),
                                  dim3(rfk_ceil_div(a.head_dim_v, RFK_CHUNK_COLS), a.n_heads, n_sequences),
@@ -17245,6 +17332,19 @@ static uint32_t rfk_decode_queries_of(const rf_prepared *p, const rf_attention_p
     return queries;
 }
 
+/* Where a launch of several rows leaves its results as int8 for the next one: NULL if that does not take them. */
+static rfk_few_columns rfk_few_for_next(rfk_launching *l, const rfk_fused *f, uint32_t rows) {
+    rf_prepared *p = l->p;
+    rfk_few_columns few;
+    const uint32_t next = (uint32_t)(f - p->fused) + 1;
+    memset(&few, 0, sizeof few);
+    if (!f->to_int8 || l->n_rows <= 1 || l->n_rows != l->step->n_rows || !rfk_is_fused_step(p, l->step) ||
+        next >= p->fused_end || p->plan->ops[p->fused[next].products].rows != rows)
+        return few;
+    p->few_for = next;
+    return p->few[1];
+}
+
 static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) {
     rf_prepared *p = l->p;
     const rf_op *ops = p->plan->ops, *op = &ops[f->attention];
@@ -17269,12 +17369,7 @@ static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) 
     a.tickets = p->tickets;
     a.x8 = p->x8;
     if (!f->to_int8 || l->step->n_rows > 1) a.x8.q = NULL;
-    const uint32_t next = (uint32_t)(f - p->fused) + 1;
-    if (f->to_int8 && l->n_rows > 1 && l->n_rows == l->step->n_rows && rfk_is_fused_step(p, l->step) &&
-        next < p->fused_end && ops[p->fused[next].products].rows == op->rows) {
-        a.few = p->few[1];
-        p->few_for = next;
-    }
+    a.few = rfk_few_for_next(l, f, op->rows);
     a.rows = p->rows;
     a.n_heads = att->n_heads;
     a.n_kv_heads = att->n_kv_heads;
@@ -17307,6 +17402,8 @@ static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) 
     a.per_column = rfk_decode_queries_of(p, att, a.is_cluster ? c.grid.x * c.grid.y * c.grid.z : 0);
     a.columns_log2 = rfk_decode_columns_log2(att, a.per_column);
     c.grid.x <<= a.columns_log2;
+    /* clusters that do not run all at once take a second round: blocks that have nothing to do are in the way */
+    if (c.grid.x * c.grid.y * c.grid.z > RFK_DECODE_RESIDENT * p->dev->info.compute_units) a.is_cluster = 0;
     if (a.is_cluster) c.cluster = c.grid.y, c.shared_bytes = c.grid.y * RFK_DECODE_PARTS(a.per_column, att->head_dim);
     void (*kernel)(rfk_decode_attention_args) =
         RFK_BY_WAVE(l, rfk_find_decode_attention<32>(p->cache_type, att->head_dim, a.per_column),
@@ -17335,6 +17432,28 @@ static rf_result rfk_run_norm_dots(rfk_launching *l, const rfk_fused *f) {
     const uint32_t wave = p->dev->wave, threads = rfk_ceil_div(a.n_in / 4, wave) * wave;
     return rfk_enqueue_early(l, RFK_BY_WAVE(l, rfk_norm_dots<32>, rfk_norm_dots<64>), dim3(rows, l->n_rows),
                              threads < RFK_BLOCK ? threads : RFK_BLOCK, a);
+}
+
+static rf_result rfk_run_gated_delta(rfk_launching *l, const rfk_fused *f) {
+    rf_prepared *p = l->p;
+    const rf_op *norm = &p->plan->ops[f->norm], *gate = &p->plan->ops[f->glu];
+    const uint32_t k = (uint32_t)(f - p->fused);
+    uint32_t n_sequences;
+    if (!rfk_find_op(l, f->first, l)) return RF_OK;
+    rfk_delta_args a = rfk_bind_delta(l, &n_sequences);
+    a.early = k > p->fused_begin && f[-1].kind == RFK_FUSED_OP && l->op[-1].kind == RF_OP_CONV &&
+              l->op[-1].out == l->op->in;
+    a.out = p->ops[f->glu].out;
+    a.out_stride = p->ops[f->glu].out_stride;
+    a.norm = rfk_vector(p, norm->weight, 0, &a.norm_type);
+    a.norm_eps = norm->norm.eps;
+    a.activation = gate->glu.activation;
+    if (f->to_int8 && l->step->n_rows == 1) a.x8 = p->x8;
+    a.few = rfk_few_for_next(l, f, gate->rows);
+    void (*kernel)(rfk_delta_args) = RFK_BY_WAVE(l, (rfk_delta<32, RFK_DELTA_GATED, true>),
+                                                 (rfk_delta<64, RFK_DELTA_GATED, true>));
+    const uint32_t wave = p->dev->wave, waves = (uint32_t)RFK_DELTA_WAVES(wave, RFK_DELTA_GATED, true);
+    return rfk_enqueue_early(l, kernel, dim3(1, a.n_heads, n_sequences), waves * wave, a);
 }
 
 /* Whether launch i of this call makes its own route: the one of the op before it, which is not launched then. */
@@ -17634,6 +17753,7 @@ static rf_result rfk_run_fused(rf_prepared *p, rf_queue *q, const rf_step *step,
         return rfk_run_fused_matvec(&l, f - 1);
     if (f->kind == RFK_FUSED_ATTENTION) return rfk_run_fused_attention(p, q, step, f, err);
     if (f->kind == RFK_FUSED_NORM_DOTS) return rfk_run_norm_dots(&l, f);
+    if (f->kind == RFK_FUSED_DELTA && !rfk_has_runs(step->rows, step->n_rows)) return rfk_run_gated_delta(&l, f);
     if (f->kind == RFK_FUSED_UP || f->kind == RFK_FUSED_DOWN) return rfk_run_mixture(&l, f);
     if (f->kind == RFK_FUSED_OP && (rfk_makes_route(p, i + 1) || rfk_takes_post_norm(p, step, i + 1))) return RF_OK;
     return rfk_run_each(p, q, step, f, err);
