@@ -345,6 +345,14 @@ RFK_DEVICE void rfk_compiler_fence() {
 #endif
 }
 
+/* A fence for AMD's instruction scheduler, which would run out of registers. */
+RFK_DEVICE void rfk_schedule_fence() {
+#if defined(__AMDGCN__)
+    rfk_compiler_fence();
+    __builtin_amdgcn_sched_barrier(0);
+#endif
+}
+
 /* v. What is computed from it is computed here: the compiler does not do so before a loop and keep it in registers. */
 RFK_DEVICE uint32_t rfk_computed_here(uint32_t v) {
 #if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
@@ -3111,8 +3119,9 @@ static __global__ void RFK_THREADS(RFK_CONV_CHANNELS * RFK_CONV_GROUPS) rfk_conv
  * time, the block normalizes queries and keys in shared memory, while those of the next tokens are on their way.
  *   LDS 29 KiB, gated 41   reads q and k of a row once per block */
 #define RFK_DELTA_COLS(wave, dim) ((dim) > 4 * (wave) ? 4u : 8u) /* a lane has registers for 32 values of a column */
-#define RFK_DELTA_WAVES(wave, dim, gated) ((gated) ? (dim) / (int)RFK_DELTA_COLS(wave, dim) : 4)
-#define RFK_DELTA_GATED 128 /* dimension of gated heads, at most: a block of 16 waves */
+#define RFK_GATED_COLS(wave) ((wave) / 4u) /* the same in a block of 512 threads that has all columns of a head */
+#define RFK_GATED_DIM 128                  /* dimension of such heads, at most */
+#define RFK_DELTA_WAVES(wave, gated) ((gated) ? RFK_GATED_DIM / (int)RFK_GATED_COLS(wave) : 4)
 struct rfk_delta_args {
     const float *in, *beta, *alpha;
     const uint8_t *a, *b; /* [n_heads] */
@@ -3132,17 +3141,20 @@ struct rfk_delta_args {
 };
 /* What a block knows of the tokens that it works on. */
 template <int WAVE, int DIM, bool GATED> struct rfk_delta_shared {
-    static const int TOKENS = 2048 / DIM, COLS = RFK_DELTA_COLS(WAVE, DIM), WAVES = RFK_DELTA_WAVES(WAVE, DIM, GATED);
+    static const int TOKENS = 2048 / DIM, COLS = GATED ? RFK_GATED_COLS(WAVE) : RFK_DELTA_COLS(WAVE, DIM),
+                     WAVES = RFK_DELTA_WAVES(WAVE, GATED);
     float4 q[TOKENS][DIM / 4], k[TOKENS][DIM / 4]; /* of length scale and 1 */
     float4 decays[TOKENS][DIM / 4];                /* of the rows of S, where each has its own */
     float v[TOKENS][WAVES * COLS], kq[TOKENS], beta[TOKENS], decay[TOKENS];
-    float y[GATED ? TOKENS : 1][DIM];              /* the results */
+    float a, b;                                    /* of the head; b: n_decays 1 */
+    float gate[GATED ? TOKENS : 1][DIM], norm[DIM]; /* gated: results take the places of v */
 };
 /* The same as read, on its way to shared memory: a wave's share. */
 template <int WAVE, int DIM, bool GATED> struct rfk_delta_loads {
-    static const int TOKENS = 2048 / DIM, N = DIM / WAVE, WAVES = RFK_DELTA_WAVES(WAVE, DIM, GATED);
-    float q[TOKENS / WAVES][N], k[TOKENS / WAVES][N], v[TOKENS * RFK_DELTA_COLS(WAVE, DIM) / WAVE], beta, alpha;
-    float a, b;  /* of the head; b: n_decays 1 */
+    typedef rfk_delta_shared<WAVE, DIM, GATED> shared;
+    static const int TOKENS = shared::TOKENS, COLS = shared::COLS, WAVES = shared::WAVES, N = DIM / WAVE;
+    float q[TOKENS / WAVES][N], k[TOKENS / WAVES][N], v[TOKENS * COLS / WAVE], gate[TOKENS * COLS / WAVE],
+        beta, alpha;
     int32_t own; /* whether row `lane` of the tokens is the sequence's */
     uint32_t to; /* of that row */
 };
@@ -3152,8 +3164,8 @@ RFK_CALLED float rfk_delta_decay(float lower_bound, float x, float by) {
     return expf((x > 20.0f ? x : log1pf(expf(x))) * by);
 }
 /* The sum over the lanes of a column, in each of them. */
-template <int WAVE, int DIM> RFK_DEVICE float rfk_column_sum(float v) {
-    for (int mask = WAVE / 2; mask >= (int)RFK_DELTA_COLS(WAVE, DIM); mask /= 2) v += rfk_shuffle_xor<WAVE>(v, mask);
+template <int WAVE, int COLS> RFK_DEVICE float rfk_column_sum(float v) {
+    for (int mask = WAVE / 2; mask >= COLS; mask /= 2) v += rfk_shuffle_xor<WAVE>(v, mask);
     return v;
 }
 /* The values before a head's queries in a row of a.in, and before its keys. */
@@ -3163,9 +3175,9 @@ RFK_DEVICE uint32_t rfk_delta_key(const rfk_delta_args &a) {
 /* Read tokens t0 on; l.own is of these already. */
 template <int WAVE, int DIM, bool GATED>
 RFK_DEVICE void rfk_delta_fetch(rfk_delta_loads<WAVE, DIM, GATED> &l, const rfk_delta_args &a, uint32_t t0) {
-    const int TOKENS = l.TOKENS, WAVES = l.WAVES, COLS = WAVES * RFK_DELTA_COLS(WAVE, DIM);
-    const uint32_t lane = threadIdx.x % WAVE, wave = threadIdx.x / WAVE, key = rfk_delta_key(a),
-                   n_keys = a.n_k_heads * a.head_dim, h = blockIdx.y;
+    const int TOKENS = l.TOKENS, WAVES = l.WAVES, COLS = WAVES * l.COLS;
+    const uint32_t thread = rfk_computed_here_amd(threadIdx.x), lane = thread % WAVE, wave = thread / WAVE,
+                   key = rfk_delta_key(a), n_keys = a.n_k_heads * a.head_dim, h = blockIdx.y;
     RFK_UNROLL(8)
     for (uint32_t i = 0; i < (uint32_t)TOKENS / WAVES; i++) {
         const bool own = rfk_shuffle<WAVE>(l.own, WAVES * i + wave) != 0;
@@ -3179,14 +3191,18 @@ RFK_DEVICE void rfk_delta_fetch(rfk_delta_loads<WAVE, DIM, GATED> &l, const rfk_
     }
     RFK_UNROLL(8)
     for (uint32_t j = 0; j < sizeof l.v / sizeof *l.v; j++) {
-        const uint32_t i = (j * WAVES * WAVE + threadIdx.x) / COLS,
-                       col = blockIdx.x * COLS + (j * WAVES * WAVE + threadIdx.x) % COLS;
+        const uint32_t i = (j * WAVES * WAVE + thread) / COLS,
+                       col = blockIdx.x * COLS + (j * WAVES * WAVE + thread) % COLS;
         const bool own = rfk_shuffle<WAVE>(l.own, i) != 0;
         l.v[j] = own && col < a.head_dim_v
                      ? a.in[(size_t)(t0 + i) * a.in_stride + 2 * (size_t)n_keys + (size_t)h * a.head_dim_v + col]
                      : 0.0f;
+        if (GATED)
+            l.gate[j] = own && col < a.head_dim_v
+                            ? a.out[(size_t)(t0 + i) * a.out_stride + (size_t)h * a.head_dim_v + col]
+                            : 0.0f;
     }
-    const bool own = threadIdx.x < (uint32_t)TOKENS && l.own;
+    const bool own = thread < (uint32_t)TOKENS && l.own;
     l.beta = own ? a.beta[(size_t)(t0 + lane) * a.beta_stride + h] : 0.0f;
     l.alpha = own ? a.alpha[(size_t)(t0 + lane) * a.alpha_stride + (size_t)h * a.n_decays] : 0.0f;
 }
@@ -3194,8 +3210,8 @@ RFK_DEVICE void rfk_delta_fetch(rfk_delta_loads<WAVE, DIM, GATED> &l, const rfk_
 template <int WAVE, int DIM, bool GATED>
 RFK_DEVICE void rfk_delta_put(rfk_delta_shared<WAVE, DIM, GATED> &s, const rfk_delta_loads<WAVE, DIM, GATED> &l,
                               const rfk_delta_args &a, uint32_t t0) {
-    const uint32_t lane = threadIdx.x % WAVE, wave = threadIdx.x / WAVE, h = blockIdx.y,
-                   WAVES = s.WAVES, COLS = WAVES * s.COLS;
+    const uint32_t thread = rfk_computed_here_amd(threadIdx.x), lane = thread % WAVE, wave = thread / WAVE,
+                   h = blockIdx.y, WAVES = s.WAVES, COLS = WAVES * s.COLS;
     const size_t bias = (size_t)h * a.n_decays;
     RFK_UNROLL(8)
     for (uint32_t i = 0; i < (uint32_t)l.TOKENS / WAVES; i++) {
@@ -3220,15 +3236,18 @@ RFK_DEVICE void rfk_delta_put(rfk_delta_shared<WAVE, DIM, GATED> &s, const rfk_d
                     ? rfk_delta_decay(a.lower_bound,
                                       a.alpha[(size_t)(t0 + token) * a.alpha_stride + bias + e] +
                                           rfk_load_any(a.b, a.b_type, bias + e),
-                                      l.a)
+                                      s.a)
                     : 0.0f;
     }
     RFK_UNROLL(8)
-    for (uint32_t j = 0; j < sizeof l.v / sizeof *l.v; j++)
-        s.v[(j * WAVES * WAVE + threadIdx.x) / COLS][(j * WAVES * WAVE + threadIdx.x) % COLS] = l.v[j];
-    if (threadIdx.x >= (uint32_t)l.TOKENS) return;
+    for (uint32_t j = 0; j < sizeof l.v / sizeof *l.v; j++) {
+        const uint32_t i = (j * WAVES * WAVE + thread) / COLS, col = (j * WAVES * WAVE + thread) % COLS;
+        s.v[i][col] = l.v[j];
+        if (GATED) s.gate[i][col] = l.gate[j];
+    }
+    if (thread >= (uint32_t)l.TOKENS) return;
     s.beta[lane] = 1.0f / (1.0f + expf(-l.beta));
-    s.decay[lane] = a.n_decays > 1 ? 1.0f : rfk_delta_decay(a.lower_bound, l.alpha + l.b, l.a);
+    s.decay[lane] = a.n_decays > 1 ? 1.0f : rfk_delta_decay(a.lower_bound, l.alpha + s.b, s.a);
 }
 /* Which rows these are, for rfk_delta_fetch: of rows before `end`. */
 template <int WAVE, int DIM, bool GATED>
@@ -3243,7 +3262,8 @@ RFK_DEVICE void rfk_delta_rows(rfk_delta_loads<WAVE, DIM, GATED> &l, const rfk_d
 template <int WAVE, int DIM, bool GATED, int N>
 RFK_DEVICE float rfk_delta_token(const rfk_delta_shared<WAVE, DIM, GATED> &s, float (&x)[N], uint32_t i,
                                  bool row_decays) {
-    const uint32_t lanes = WAVE / s.COLS, first = threadIdx.x % WAVE / s.COLS;
+    const int COLS = rfk_delta_shared<WAVE, DIM, GATED>::COLS;
+    const uint32_t lanes = WAVE / COLS, first = threadIdx.x % WAVE / COLS;
     float sk[4] = {0, 0, 0, 0}, sq[4] = {0, 0, 0, 0};
     if (row_decays) {
         RFK_UNROLL(8)
@@ -3257,42 +3277,47 @@ RFK_DEVICE float rfk_delta_token(const rfk_delta_shared<WAVE, DIM, GATED> &s, fl
         const float4 k = s.k[i][m / 4 * lanes + first], q = s.q[i][m / 4 * lanes + first];
         sk[0] += x[m] * k.x, sk[1] += x[m + 1] * k.y, sk[2] += x[m + 2] * k.z, sk[3] += x[m + 3] * k.w;
         sq[0] += x[m] * q.x, sq[1] += x[m + 1] * q.y, sq[2] += x[m + 2] * q.z, sq[3] += x[m + 3] * q.w;
+        if (GATED) rfk_schedule_fence();
     }
-    const float seen = rfk_column_sum<WAVE, DIM>(sk[0] + sk[1] + (sk[2] + sk[3])),
-                read = rfk_column_sum<WAVE, DIM>(sq[0] + sq[1] + (sq[2] + sq[3])), decay = s.decay[i],
-                d = s.beta[i] * (s.v[i][threadIdx.x / WAVE * s.COLS + threadIdx.x % s.COLS] - decay * seen);
+    const float seen = rfk_column_sum<WAVE, COLS>(sk[0] + sk[1] + (sk[2] + sk[3])),
+                read = rfk_column_sum<WAVE, COLS>(sq[0] + sq[1] + (sq[2] + sq[3])), decay = s.decay[i],
+                d = s.beta[i] * (s.v[i][threadIdx.x / WAVE * COLS + threadIdx.x % COLS] - decay * seen);
     RFK_UNROLL(8)
     for (uint32_t m = 0; m < (uint32_t)N; m += 4) {
         const float4 k = s.k[i][m / 4 * lanes + first];
         x[m] = decay * x[m] + d * k.x, x[m + 1] = decay * x[m + 1] + d * k.y;
         x[m + 2] = decay * x[m + 2] + d * k.z, x[m + 3] = decay * x[m + 3] + d * k.w;
+        if (GATED) rfk_schedule_fence();
     }
     return decay * read + d * s.kq[i]; /* S^T q after the update */
 }
 /* Load or store the lane's values of a column: 4 of every 4 * lanes rows, row `first` on, which is at `state`. */
-template <bool LOAD, int WAVE, int DIM, int N>
+template <bool LOAD, int WAVE, int COLS, int N>
 RFK_DEVICE void rfk_delta_state(const rfk_delta_args &a, float (&x)[N], float *state, uint32_t first, bool inside) {
     RFK_UNROLL(32)
     for (uint32_t m = 0; m < (uint32_t)N; m++) {
-        const uint32_t row = m / 4 * (4 * WAVE / RFK_DELTA_COLS(WAVE, DIM)) + m % 4;
+        const uint32_t row = m / 4 * (4 * WAVE / COLS) + m % 4;
         if (!inside || first + row >= a.head_dim) continue;
         if (LOAD) x[m] = state[(size_t)row * a.head_dim_v];
         else state[(size_t)row * a.head_dim_v] = x[m];
+        if (m % 4 == 3) rfk_schedule_fence(); /* addresses take two registers each */
     }
 }
 /* The norm and the gate of a token's result of a head, by a wave. own: it is the sequence's token. */
 template <int WAVE>
-RFK_DEVICE void rfk_delta_gate_out(const rfk_delta_args &a, const float *y, size_t t, const float *norm, bool own) {
+RFK_DEVICE void rfk_delta_gate_out(const rfk_delta_args &a, const float *y, const float *gates, const float *norm,
+                                   size_t t, bool own) {
     const uint32_t lane = threadIdx.x % WAVE, n = a.head_dim_v, h = blockIdx.y, i = h * (n / 4) + lane,
                    width = a.n_heads * n;
-    float *out = a.out + t * a.out_stride, x[4], gate[4];
+    float *out = a.out + t * a.out_stride, x[4], gate[4], w[4];
     rfk_get4(y, lane, own ? n : 0, x);
-    rfk_get4(out + (size_t)h * n, lane, own ? n : 0, gate);
+    rfk_get4(norm, lane, n, w);
+    rfk_get4(gates, lane, own ? n : 0, gate);
     const float squares = x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3],
                 scale = 1.0f / sqrtf(rfk_wave_sum<WAVE>(squares) / (float)n + a.norm_eps);
     RFK_UNROLL(4)
     for (int k = 0; k < 4; k++)
-        x[k] = rfk_activate(a.activation, gate[k]) * (x[k] * scale * norm[k]);
+        x[k] = rfk_activate(a.activation, gate[k]) * (x[k] * scale * w[k]);
     const bool inside = own && lane < n / 4;
     if (inside) rfk_set4(out, i, width, x);
     if (!a.x8.q && !a.few.q) return;
@@ -3303,22 +3328,20 @@ RFK_DEVICE void rfk_delta_gate_out(const rfk_delta_args &a, const float *y, size
 /* GATED: out holds the gates, and then act(gate) * norm(result), also quantized.
  *   grid [GATED ? 1 : ceil(head_dim_v / (4 * RFK_DELTA_COLS)), heads, sequences]   block RFK_DELTA_WAVES waves */
 template <int WAVE, int DIM, bool GATED>
-static __global__ void RFK_THREADS(RFK_DELTA_WAVES(WAVE, DIM, GATED) * WAVE) rfk_delta(rfk_delta_args a) {
+static __global__ void RFK_THREADS(RFK_DELTA_WAVES(WAVE, GATED) * WAVE) rfk_delta(rfk_delta_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
     typedef rfk_delta_shared<WAVE, DIM, GATED> shared;
     RFK_SHARED(shared, s);
-    const int N = DIM * shared::COLS / WAVE, WAVES = shared::WAVES;
-    const uint32_t TOKENS = shared::TOKENS, COLS = shared::COLS, h = blockIdx.y, wave = threadIdx.x / WAVE,
-                   first = 4 * (threadIdx.x % WAVE / COLS),
+    const int N = DIM * shared::COLS / WAVE;
+    const uint32_t TOKENS = shared::TOKENS, COLS = shared::COLS, WAVES = shared::WAVES, h = blockIdx.y,
+                   wave = threadIdx.x / WAVE, first = 4 * (threadIdx.x % WAVE / COLS),
                    col = (blockIdx.x * WAVES + wave) * COLS + threadIdx.x % COLS;
     rfk_delta_loads<WAVE, DIM, GATED> l;
-    float norm[4] = {0};
-    l.a = rfk_load_any(a.a, a.a_type, h);
-    l.b = a.n_decays > 1 ? 0.0f : rfk_load_any(a.b, a.b_type, h);
-    for (uint32_t k = 0; GATED && k < 4; k++) {
-        const uint32_t i = 4 * (threadIdx.x % WAVE) + k;
-        if (i < a.head_dim_v) norm[k] = rfk_load_any(a.norm, a.norm_type, i);
+    if (threadIdx.x == 0) {
+        s.a = rfk_load_any(a.a, a.a_type, h);
+        s.b = a.n_decays > 1 ? 0.0f : rfk_load_any(a.b, a.b_type, h);
     }
+    if (GATED && threadIdx.x < a.head_dim_v) s.norm[threadIdx.x] = rfk_load_any(a.norm, a.norm_type, threadIdx.x);
     if (!a.early) rfk_wait_previous();
     const rfk_row_range rows = rfk_rows_of(a.ranges, blockIdx.z);
     const int32_t seq = a.rows[rows.first].seq;
@@ -3331,7 +3354,7 @@ static __global__ void RFK_THREADS(RFK_DELTA_WAVES(WAVE, DIM, GATED) * WAVE) rfk
     for (uint32_t m = 0; m < (uint32_t)N; m++) x[m] = 0;
     rfk_delta_rows(l, a, seq, rows.first, rows.end);
     if (slot_from && rows.first < rows.end)
-        rfk_delta_state<true, WAVE, DIM>(a, x, a.state + (slot_from - 1) * width + at, first, inside);
+        rfk_delta_state<true, WAVE, shared::COLS>(a, x, a.state + (slot_from - 1) * width + at, first, inside);
     if (a.early) rfk_wait_previous();
     rfk_delta_fetch(l, a, rows.first);
     for (uint32_t t0 = rows.first; t0 < rows.end; t0 += TOKENS) {
@@ -3343,22 +3366,29 @@ static __global__ void RFK_THREADS(RFK_DELTA_WAVES(WAVE, DIM, GATED) * WAVE) rfk
             rfk_delta_put(s, l, a, t0);
             __syncthreads();
         }
-        rfk_delta_rows(l, a, seq, t0 + TOKENS, rows.end);
-        rfk_delta_fetch(l, a, t0 + TOKENS);
+        if (!GATED) {
+            rfk_delta_rows(l, a, seq, t0 + TOKENS, rows.end);
+            rfk_delta_fetch(l, a, t0 + TOKENS);
+        }
         for (uint32_t i = 0; any && i < TOKENS; i++) {
             if (!rfk_shuffle<WAVE>(own, i)) continue;
             const uint32_t slot_to = rfk_shuffle<WAVE>(to, i);
             const float y = rfk_delta_token(s, x, i, a.n_decays > 1);
+            if (GATED) rfk_sync_lanes<WAVE>(); /* all have read v */
             if (inside && first == 0) {
-                if (GATED) s.y[i][col] = y;
+                if (GATED) s.v[i][col] = y;
                 else a.out[(size_t)(t0 + i) * a.out_stride + (size_t)h * a.head_dim_v + col] = y;
             }
             if (slot_to)
-                rfk_delta_state<false, WAVE, DIM>(a, x, a.state + (slot_to - 1) * width + at, first, inside);
+                rfk_delta_state<false, WAVE, shared::COLS>(a, x, a.state + (slot_to - 1) * width + at, first, inside);
         }
-        if (!GATED || !any) continue;
+        if (!GATED) continue;
         __syncthreads();
-        rfk_delta_gate_out<WAVE>(a, s.y[wave % TOKENS], t0 + wave, norm, rfk_shuffle<WAVE>(own, wave) != 0);
+        for (uint32_t i = wave; any && i < TOKENS; i += WAVES)
+            rfk_delta_gate_out<WAVE>(a, s.v[i], s.gate[i], s.norm, t0 + i, rfk_shuffle<WAVE>(own, i) != 0);
+        if (t0 + TOKENS >= rows.end) return; /* there are seldom more: registers for them would be spilled */
+        rfk_delta_rows(l, a, seq, t0 + TOKENS, rows.end);
+        rfk_delta_fetch(l, a, t0 + TOKENS);
     }
 }
 
@@ -3683,7 +3713,7 @@ template <int WAVE, int DIM> static __global__ void RFK_THREADS(4 * WAVE) rfk_sc
             s[m] = s[m] * expf(dt * decay_by[m]) + dt * b[m * lanes] * x;
             sum += s[m] * c[m * lanes];
         }
-        sum = rfk_column_sum<WAVE, DIM>(sum);
+        sum = rfk_column_sum<WAVE, (int)RFK_DELTA_COLS(WAVE, DIM)>(sum);
         if (inside && first == 0) a.out[(size_t)t * a.out_stride + col] = sum + skip * x;
         if (row.to == 0 || !inside) continue;
         RFK_UNROLL(64)
@@ -3795,13 +3825,18 @@ struct rfk_matmul_args {
 
 /* The product that this block works on; *block becomes its index in that product. */
 template <class ARGS> RFK_DEVICE rfk_product rfk_pick(const ARGS &a, uint32_t *block) {
-    RFK_UNROLL(4)
-    for (uint32_t i = RFK_PRODUCTS - 1; i > 0; i--)
-        if (*block >= a.part[i - 1].end_block) {
-            *block -= a.part[i - 1].end_block;
-            return a.part[i];
-        }
-    return a.part[0];
+    rfk_product p = a.part[0];
+    if (*block >= a.part[2].end_block) {
+        p = a.part[3];
+        *block -= a.part[2].end_block;
+    } else if (*block >= a.part[1].end_block) {
+        p = a.part[2];
+        *block -= a.part[1].end_block;
+    } else if (*block >= a.part[0].end_block) {
+        p = a.part[1];
+        *block -= a.part[0].end_block;
+    }
+    return p;
 }
 
 /* Called: tiles have many results, and seldom a softcap. */
@@ -11378,14 +11413,6 @@ template <int WAVE> RFK_DEVICE float rfk_flash_total(float v) {
     return WAVE == 64 ? v + rfk_shuffle_xor<WAVE>(v, WAVE / 2) : v;
 }
 
-/* A fence for AMD's instruction scheduler, which would run out of registers. */
-RFK_DEVICE void rfk_schedule_fence() {
-#if defined(__AMDGCN__)
-    rfk_compiler_fence();
-    __builtin_amdgcn_sched_barrier(0);
-#endif
-}
-
 /* The value of lane (own ^ 16) of a wave of 32. */
 template <int WAVE> RFK_DEVICE int rfk_swap_halves(int v) {
 #if defined(__GFX11__) || defined(__GFX12__)
@@ -15134,7 +15161,7 @@ static rfk_fused rfk_match_delta(const rf_prepared *p, uint32_t i, uint32_t end)
     rfk_fused f = rfk_no_launch(RFK_FUSED_DELTA, i);
     if (i + 3 > end || op->kind != RF_OP_DELTA || !rfk_is_plain_norm(norm) || gate->kind != RF_OP_GLU) return none;
     const uint32_t n = d->n_heads * d->head_dim_v, y = op->out, out = gate->out, activation = gate->glu.activation;
-    const bool ok = d->head_dim <= RFK_DELTA_GATED && d->head_dim_v <= RFK_DELTA_GATED && d->head_dim_v % 4 == 0 &&
+    const bool ok = d->head_dim <= RFK_GATED_DIM && d->head_dim_v <= RFK_GATED_DIM && d->head_dim_v % 4 == 0 &&
                     plan->buffers[out].width % 4 == 0 && norm->in == y && norm->out == y &&
                     norm->norm.n == d->head_dim_v && norm->norm.n_groups == d->n_heads && gate->in == out &&
                     gate->in2 == y && gate->glu.n == n && gate->glu.in2_at == 0 && gate->glu.repeat <= 1 &&
@@ -17450,9 +17477,9 @@ static rf_result rfk_run_gated_delta(rfk_launching *l, const rfk_fused *f) {
     a.activation = gate->glu.activation;
     if (f->to_int8 && l->step->n_rows == 1) a.x8 = p->x8;
     a.few = rfk_few_for_next(l, f, gate->rows);
-    void (*kernel)(rfk_delta_args) = RFK_BY_WAVE(l, (rfk_delta<32, RFK_DELTA_GATED, true>),
-                                                 (rfk_delta<64, RFK_DELTA_GATED, true>));
-    const uint32_t wave = p->dev->wave, waves = (uint32_t)RFK_DELTA_WAVES(wave, RFK_DELTA_GATED, true);
+    void (*kernel)(rfk_delta_args) = RFK_BY_WAVE(l, (rfk_delta<32, RFK_GATED_DIM, true>),
+                                                 (rfk_delta<64, RFK_GATED_DIM, true>));
+    const uint32_t wave = p->dev->wave, waves = (uint32_t)RFK_DELTA_WAVES(wave, true);
     return rfk_enqueue_early(l, kernel, dim3(1, a.n_heads, n_sequences), waves * wave, a);
 }
 
