@@ -2432,7 +2432,7 @@ static std::vector<float> together_case(uint32_t type, uint32_t other, uint32_t 
     g.norm(x, xn, 1, n, g.vector(norm));
     for (int i = 0; i < 6; i++) {
         if (i == 5) g.glu(glu, up, glu, n);
-        uint32_t t = i == 4 ? other : type;
+        uint32_t t = i == 2 || i == 4 ? other : type; /* the third one between others of its input */
         out[i] = g.buffer(widths[i] + 1);
         rf_op *o = g.matmul(i == 5 ? glu : xn, out[i], n, widths[i], g.weight(t, n, widths[i], random_rows(t, n, widths[i])));
         o->flags = i == 1 ? RF_OP_ACCUMULATE : 0;
@@ -2493,10 +2493,10 @@ static void test_together() {
                                         {RF_TYPE_Q4_1, RF_TYPE_BF16},
                                         {RF_TYPE_IQ4_XS, RF_TYPE_Q6_K},
                                         {RF_TYPE_Q4_K, RF_TYPE_Q2_K}},
-                          rows[] = {1, 3, 33};
+                          rows[] = {1, 3, 12, 33};
     for (uint32_t i = 0; i < 6; i++)
-        for (uint32_t t = 0; t < 3; t++) {
-            const uint32_t d = (i + t) % (uint32_t)n_devices, n = i < 2 && t == 2 ? 1280 : 256; /* norms of whole blocks */
+        for (uint32_t t = 0; t < 4; t++) {
+            const uint32_t d = (i + t) % (uint32_t)n_devices, n = i < 2 && t == 3 ? 1280 : 256; /* norms of whole blocks */
             const uint64_t begin = seed;
             const std::vector<float> with = together_case(pairs[i][0], pairs[i][1], n, rows[t], d, true);
             seed = begin;
@@ -3650,6 +3650,12 @@ struct OtherUnits {
     OtherUnits &operator=(const OtherUnits &) = delete;
 };
 
+/* Products of one input whose types have different kernels in a step of several rows. */
+static void test_together_by_mma() {
+    OtherUnits units(0, HIP_EMU_SM80, 0);
+    test_together();
+}
+
 /* Tiles on every matrix unit there is, and on none; what the emulated device had comes back. */
 /* Types up to IQ4_NL: those after it share the kernels of the last three. */
 static void test_matrix_units() {
@@ -4272,6 +4278,7 @@ int main(int argc, char **argv) {
     RUN_SLOW(test_bfloats);
 #ifdef RF_TEST_EMU
     RUN_SLOW(test_blocks_of_512);
+    RUN(test_together_by_mma);
     RUN_SLOW(test_matrix_units);
     RUN(test_wrong_units);
     RUN(test_stale_graphs);
