@@ -17359,7 +17359,7 @@ static uint32_t rfk_decode_queries_of(const rf_prepared *p, const rf_attention_p
     return queries;
 }
 
-/* Where a launch of several rows leaves its results as int8 for the next one: NULL if that does not take them. */
+/* Where a launch of several rows leaves its results as int8 for the next one; q NULL: that does not take them. */
 static rfk_few_columns rfk_few_for_next(rfk_launching *l, const rfk_fused *f, uint32_t rows) {
     rf_prepared *p = l->p;
     rfk_few_columns few;
@@ -17429,7 +17429,7 @@ static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) 
     a.per_column = rfk_decode_queries_of(p, att, a.is_cluster ? c.grid.x * c.grid.y * c.grid.z : 0);
     a.columns_log2 = rfk_decode_columns_log2(att, a.per_column);
     c.grid.x <<= a.columns_log2;
-    /* clusters that do not run all at once take a second round: blocks that have nothing to do are in the way */
+    /* more clusters than run at once would take a second round, for their blocks without positions, too */
     if (c.grid.x * c.grid.y * c.grid.z > RFK_DECODE_RESIDENT * p->dev->info.compute_units) a.is_cluster = 0;
     if (a.is_cluster) c.cluster = c.grid.y, c.shared_bytes = c.grid.y * RFK_DECODE_PARTS(a.per_column, att->head_dim);
     void (*kernel)(rfk_decode_attention_args) =
