@@ -1981,6 +1981,7 @@ RFK_DEVICE void rfk_few_put_int8(const rfk_few_columns &to, uint32_t n, uint32_t
     if (i % 4 == 0) rfk_few_sum(to)[piece] = (float)v.sum;
     if (i % 8 == 0) rfk_few_d(to)[group] = v.d, rfk_few_e(to)[group] = v.d * (float)(v.sum + v.other);
 }
+
 /* Where rfk_matmul_narrow wants value k of a row's vector, which is even, and the next:
  * [vector][n_in / 128][2][row][64], 64 being a swizzled row of an operand. A lane of four has 16 adjacent values and
  * those 32 after them, from 64 (lane / 2) + 16 (lane % 2) of 128 on; its 4 positions of each 16 are 4 of them.
