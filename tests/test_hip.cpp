@@ -1984,20 +1984,21 @@ static void delta_row(const rf_delta_params &p, const float *q, const float *k, 
     }
 }
 
+/* The delta rule of every size; gated: with the norm of each head's result and its gate, which a decode step fuses. */
 static void test_delta() {
     /* the sizes of models, the largest, and odd ones */
     static const uint32_t dims[][2] = {{40, 24}, {128, 128}, {64, 64}, {256, 256}, {200, 72}, {1, 3}}, heads[][2] = {{6, 3}, {2, 1}, {3, 3}};
-    std::vector<Row> list = combinations(std::vector<int>{6, 3, 2, 3, N_RECURRENT_ROWS, n_devices, 4});
+    std::vector<Row> list = combinations(std::vector<int>{6, 3, 2, 3, N_RECURRENT_ROWS, n_devices, 4, 2});
     for (size_t i = 0; i < list.size(); i++) {
         const Row &r = list[i];
         const rf_delta_params p = {heads[r[1]][0], heads[r[1]][1], dims[r[0]][0], dims[r[0]][1], 0.4f, 0.03f,
                                    r[6] ? dims[r[0]][0] : 1, r[6] == 2 ? -3.0f : r[6] == 3 ? 2.0f : 0.0f};
         const uint32_t n = p.n_heads, type = vector_types[r[3]], n_keys = p.n_k_heads * p.head_dim, width = 2 * n_keys + n * p.head_dim_v;
-        const bool cyclic = r[2];
+        const bool cyclic = r[2], gated = r[7];
         const size_t T = recurrent_rows(r[4]).size();
         char what[128];
-        snprintf(what, sizeof what, "delta %s dims %u %u heads %u %u cyclic %d rows %d device %d", type_name(type), p.head_dim,
-                 p.head_dim_v, n, p.n_k_heads, cyclic, r[4], r[5]);
+        snprintf(what, sizeof what, "delta %s dims %u %u heads %u %u cyclic %d rows %d device %d gated %d", type_name(type),
+                 p.head_dim, p.head_dim_v, n, p.n_k_heads, cyclic, r[4], r[5], gated);
         Rig g(devices[(size_t)r[5]]);
         g.n_slots = N_SLOTS;
         const uint32_t in = g.buffer(width), beta = g.buffer(n), alpha = g.buffer(n * p.n_decays), out = g.buffer(n * p.head_dim_v),
@@ -2014,9 +2015,16 @@ static void test_delta() {
         o->flags = cyclic ? RF_OP_CYCLIC : 0;
         o->in = in, o->in2 = beta, o->in3 = alpha, o->out = out, o->state = state;
         o->weight = g.vector(a, type), o->bias = g.vector(b, type), o->delta = p;
+        const uint32_t n_out = n * p.head_dim_v, gate = gated ? g.buffer(n_out) : out;
+        const std::vector<float> norm = values(p.head_dim_v), gates = values(T * n_out);
+        if (gated) {
+            g.norm(out, out, n, p.head_dim_v, g.vector(norm));
+            g.glu(gate, out, gate, n_out)->glu.activation = cyclic ? RF_ACT_SILU : RF_ACT_SIGMOID;
+        }
         REQUIRE(g.open(75, 1, 128, N_RECURRENT_SEQS) == RF_OK, "%s: %s", what, g.err.text);
         g.set(beta, xb), g.set(alpha, xa);
-        recurrent_case(g, in, out, x, r[4], what, [&](size_t t, std::vector<double> &S, double *y) {
+        if (gated) g.set(gate, gates);
+        recurrent_case(g, in, gate, x, r[4], what, [&](size_t t, std::vector<double> &S, double *y) {
             for (uint32_t h = 0; h < n; h++) {
                 const float *row = &x[t * width], *q = row + (cyclic ? h % p.n_k_heads : h / (n / p.n_k_heads)) * p.head_dim;
                 const double open = 1 / (1 + exp(-(double)xb[t * n + h]));
@@ -2030,6 +2038,12 @@ static void test_delta() {
                 }
                 delta_row(p, q, q + n_keys, row + 2 * n_keys + h * p.head_dim_v, decay.data(), open,
                           &S[(size_t)h * p.head_dim * p.head_dim_v], y + h * p.head_dim_v);
+                double squares = 1e-5 * p.head_dim_v;
+                for (uint32_t j = 0; j < p.head_dim_v; j++) squares += y[h * p.head_dim_v + j] * y[h * p.head_dim_v + j];
+                for (uint32_t j = 0; gated && j < p.head_dim_v; j++) {
+                    const double z = gates[t * n_out + h * p.head_dim_v + j], open_gate = (cyclic ? z : 1) / (1 + exp(-z));
+                    y[h * p.head_dim_v + j] *= norm[j] / sqrt(squares / p.head_dim_v) * open_gate;
+                }
             }
         });
     }
