@@ -12047,7 +12047,8 @@ typedef struct rfi_kernels {
     void (*quantize)(const float *x, uint32_t n_in, rfi_q8 *out);
     /* Matmuls: rfi_matmul_run. Row counts that are multiples of n_lanes * n_panels waste nothing. */
     uint32_t n_lanes, n_panels, n_cols; /* rows of a panel; panels and columns of a tile at most */
-    uint32_t n_few[2];      /* columns up to which vectors beat panels, by measurement: of types as stored, expanded */
+    uint32_t n_few[3]; /* columns up to which vectors beat panels, by measurement: of types with one scale a group, with
+                        * two, and of eight bits or expanded */
     int extended;                       /* may use VNNI (AVX2) or I8MM (NEON)                    */
     rfi_quant quant[RFI_TYPE_EXPANDED_MIN + 1];
     void (*tile)(const rfi_tile *t);
@@ -12740,19 +12741,6 @@ static void rfi_matmul_panels(const rfi_quant_matmul *q, const rfi_matmul *m) {
     }
 }
 
-static void rfi_matmul_quant(const rfi_kernels *k, uint32_t type, const rfi_matmul *m) {
-    rfi_quant_matmul q = {.k = k, .type = type, .n_blocks = 256 / rfi_types[type].block_elements};
-    if (m->n_rows == 0 || m->n_cols == 0 || m->n_in == 0) return;
-    if (rfi_expansions[type].kind) q.expand = k->expander(type);
-    const int few = m->n_cols <= k->n_few[q.expand != NULL];
-    if (few && k->quant[type].vector) q.expand = NULL; /* it takes them as they are stored */
-    if (q.expand) q.type = rfi_expansions[type].kind;
-    q.unit_bytes = q.n_blocks * rfi_types[type].block_bytes;
-    q.quant = &k->quant[q.type];
-    if (!few) rfi_matmul_panels(&q, m);
-    else rfi_matmul_vector(&q, m);
-}
-
 /* Kinds of types: values stored with a bias or with a min, with one or two scales (and mins) per group. */
 typedef enum rfi_kind { RFI_KIND_BIAS = 0, RFI_KIND_MIN = 1, RFI_KIND_HALVES = 2, RFI_KIND_HALVES_MIN = 3 } rfi_kind;
 
@@ -12765,6 +12753,21 @@ RFI_INLINE rfi_kind rfi_kind_of(uint32_t type) {
 }
 RFI_INLINE uint32_t rfi_kind_scales(rfi_kind kind) { return kind & 2 ? 2 : 1; } /* of a group */
 RFI_INLINE int rfi_kind_min(rfi_kind kind) { return kind & 1; }
+
+static void rfi_matmul_quant(const rfi_kernels *k, uint32_t type, const rfi_matmul *m) {
+    rfi_quant_matmul q = {.k = k, .type = type, .n_blocks = 256 / rfi_types[type].block_elements};
+    if (m->n_rows == 0 || m->n_cols == 0 || m->n_in == 0) return;
+    if (rfi_expansions[type].kind) q.expand = k->expander(type);
+    const uint32_t n_scales = rfi_kind_scales(rfi_kind_of(type));
+    const int few = m->n_cols <= k->n_few[q.expand || type == RF_TYPE_Q8_0 ? 2 : n_scales - 1];
+    if (few && k->quant[type].vector) q.expand = NULL; /* it takes them as they are stored */
+    if (q.expand) q.type = rfi_expansions[type].kind;
+    q.unit_bytes = q.n_blocks * rfi_types[type].block_bytes;
+    q.quant = &k->quant[q.type];
+    if (!few) rfi_matmul_panels(&q, m);
+    else rfi_matmul_vector(&q, m);
+}
+
 RFI_INLINE int rfi_is_expanded(uint32_t type) { return type >= RF_TYPE_COUNT; }
 /* Whether the values are signed when unpacked. */
 RFI_INLINE int rfi_is_signed(uint32_t type) {
@@ -12912,7 +12915,7 @@ static void rfi_matmul_float(void (*tile)(rfi_float_tile *), uint32_t value_byte
 /* Members of a table: the matmuls and attention of one instruction set, the elementwise kernels of another. */
 #define RFI_KERNELS(isa, elementwise)                                                                                 \
     .n_lanes = RFI_LANES_##isa, .n_panels = RFI_PANELS_##isa, .n_cols = RFI_COLS_##isa,                               \
-    .n_few = {RFI_FEW_##isa, RFI_FEW_EXPANDED_##isa},                                                                 \
+    .n_few = RFI_FEW_##isa,                                                                                           \
     .quant = {RFI_QUANT_TYPES(RFI_QUANT_ENTRY, isa, ) RFI_FEW_TYPES_##isa(RFI_FEW_ENTRY_##isa)},                      \
     .tile = rfi_##isa##_tile, .expander = rfi_##isa##_expander,                                                       \
     .float_tile = {[RF_TYPE_F32] = rfi_##isa##_tile_F32,                                                              \
@@ -13078,8 +13081,8 @@ RFI_INLINE void rfi_scalar_dots_q(const rfi_dots *a) {
 
 static rfi_expand_fn rfi_scalar_expander(uint32_t type) { return rfi_expansions[type].expand; }
 
-enum { RFI_LANES_scalar = 1, RFI_PANELS_scalar = 1, RFI_COLS_scalar = 8, RFI_KEYS_scalar = 16, RFI_FEW_scalar = 1,
-       RFI_FEW_EXPANDED_scalar = 1 };
+enum { RFI_LANES_scalar = 1, RFI_PANELS_scalar = 1, RFI_COLS_scalar = 8, RFI_KEYS_scalar = 16 };
+#define RFI_FEW_scalar {1, 1, 1}
 #define RFI_NO_TARGET
 RFI_ELEMENTWISE(scalar, RFI_NO_TARGET)
 RFI_KERNELS_OF(scalar, RFI_NO_TARGET)
@@ -14334,8 +14337,8 @@ static RFI_512 void rfi_avx512_dots_q(const rfi_dots *a) {
     for (; c < a->n_cols; c++) rfi_512_dots_q(1, a, c);
 }
 
-enum { RFI_LANES_avx512 = 16, RFI_PANELS_avx512 = 2, RFI_COLS_avx512 = 6, RFI_KEYS_avx512 = 32, RFI_FEW_avx512 = 8,
-       RFI_FEW_EXPANDED_avx512 = 6 };
+enum { RFI_LANES_avx512 = 16, RFI_PANELS_avx512 = 2, RFI_COLS_avx512 = 6, RFI_KEYS_avx512 = 32 };
+#define RFI_FEW_avx512 {8, 8, 8}
 RFI_KERNELS_OF(avx512, RFI_512)
 
 /* ---- AVX2 with FMA and F16C: 8 rows at once ---- */
@@ -14958,113 +14961,131 @@ RFI_INLINE RFI_256 void rfi_avx2_unpack(uint32_t type, const rfi_rows *r, uint64
     rfi_256_scales(type, r, offset, p->s + at * n_scales * 8, p->m + at * n_scales * 8);
 }
 
-/* Half a group (4 times 4 values of 8 rows) times the columns' values, with VNNI. is_signed: the weights are. */
-RFI_INLINE RFI_256 void rfi_256_dots_vnni(int is_signed, const uint8_t *q, const rfi_tile *t, const int8_t *x,
-                                          uint32_t nc, __m256i *sum) {
-    RFI_UNROLL(4)
-    for (uint32_t u = 0; u < 4; u++) {
-        const __m256i w = rfi_256_load(q + u * 32), a = is_signed ? _mm256_abs_epi8(w) : w;
-        RFI_UNROLL(4)
-        for (uint32_t c = 0; c < nc; c++) {
-            __m256i xc = _mm256_set1_epi32((int)rfi_load_u32(x + c * t->x_stride * sizeof(rfi_q8) + u * 4));
-            if (is_signed) xc = _mm256_sign_epi8(xc, w);
-            rfi_256_vnni(sum[c], a, xc);
+/* What a tile is compiled for. */
+typedef struct rfi_256_case {
+    int vnni, is_signed; /* is_signed: the weights are                                                          */
+    int early;           /* weights of 5 or 6 bits: sums of their products fit in 16 bits only half way through */
+    rfi_kind kind;
+} rfi_256_case;
+
+/* A group of 16 rows, or half of one that has two scales, times the columns' values x. q: of each panel. Without VNNI
+ * sums of products of pairs stay in 16 bits as long as they fit; of signed weights not even two do. */
+RFI_INLINE RFI_256 void rfi_256_dots(rfi_256_case of, const uint8_t *const *q, const int8_t *x, uint64_t x_stride,
+                                     uint32_t nc, __m256i (*sum)[3]) {
+    const uint32_t n = 8 / rfi_kind_scales(of.kind);
+    const __m256i one = _mm256_set1_epi16(1);
+    __m256i pairs[2][3];
+    RFI_UNROLL(8)
+    for (uint32_t u = 0; u < 8; u++) {
+        if (u >= n) continue;
+        const __m256i w[2] = {rfi_256_load(q[0] + u * 32), rfi_256_load(q[1] + u * 32)};
+        RFI_UNROLL(3)
+        for (uint32_t c = 0; c < 3; c++) {
+            if (c >= nc) continue;
+            const __m256i xc = _mm256_set1_epi32((int)rfi_load_u32(x + c * x_stride + u * 4));
+            RFI_UNROLL(2)
+            for (uint32_t k = 0; k < 2; k++) {
+                const __m256i a = of.is_signed ? _mm256_abs_epi8(w[k]) : w[k];
+                const __m256i v = of.is_signed ? _mm256_sign_epi8(xc, w[k]) : xc;
+                if (of.vnni) {
+                    rfi_256_vnni(sum[k][c], a, v);
+                    continue;
+                }
+                const __m256i two = _mm256_maddubs_epi16(a, v);
+                const int first = u == 0 || of.is_signed || (of.early && u == n / 2);
+                pairs[k][c] = first ? two : _mm256_add_epi16(pairs[k][c], two);
+                __asm__("" : "+x"(pairs[k][c])); /* keeps this order: gcc would sum a tree, and spill */
+                if (of.is_signed || u + 1 == n || (of.early && u + 1 == n / 2))
+                    sum[k][c] = _mm256_add_epi32(sum[k][c], _mm256_madd_epi16(pairs[k][c], one));
+            }
         }
     }
 }
 
-/* And without it. `bits` of the weights: up to 5 let four products of pairs add up in 16 bits, 6 let two; 8 means
- * signed. */
-RFI_INLINE RFI_256 void rfi_256_dots(int bits, const uint8_t *q, const rfi_tile *t, const int8_t *x, uint32_t nc,
-                                     __m256i *sum) {
-    const uint32_t together = bits == 8 ? 1 : bits == 6 ? 2 : 4;
-    __m256i pairs[4];
-    RFI_UNROLL(4)
-    for (uint32_t u = 0; u < 4; u++) {
-        const __m256i w = rfi_256_load(q + u * 32), a = bits == 8 ? _mm256_abs_epi8(w) : w;
-        RFI_UNROLL(4)
-        for (uint32_t c = 0; c < nc; c++) {
-            __m256i xc = _mm256_set1_epi32((int)rfi_load_u32(x + c * t->x_stride * sizeof(rfi_q8) + u * 4));
-            if (bits == 8) xc = _mm256_sign_epi8(xc, w);
-            xc = _mm256_maddubs_epi16(a, xc);
-            pairs[c] = u % together ? _mm256_add_epi16(pairs[c], xc) : xc;
-            if ((u + 1) % together == 0)
-                sum[c] = _mm256_add_epi32(sum[c], _mm256_madd_epi16(pairs[c], _mm256_set1_epi16(1)));
-        }
-    }
-}
-
-/* nc columns of 8 rows. */
-RFI_INLINE RFI_256 void rfi_256_tile(int vnni, rfi_kind kind, int bits, uint32_t nc, const rfi_tile *t, uint32_t c0) {
-    const int has_min = rfi_kind_min(kind), shift = rfi_bias_shift(t->type);
-    const uint32_t n_halves = rfi_kind_scales(kind);
-    const rfi_q8 *x = t->x + c0 * t->x_stride;
-    float *acc = t->acc + c0 * t->acc_stride;
-    __m256 y[4];
-    RFI_UNROLL(4)
-    for (uint32_t c = 0; c < nc; c++) y[c] = _mm256_loadu_ps(acc + c * t->acc_stride);
+/* nc columns of 16 rows: two panels, so that a broadcast input serves both. */
+RFI_INLINE RFI_256 void rfi_256_tile(rfi_256_case of, uint32_t nc, const rfi_tile *t, const rfi_q8 *x, float *acc) {
+    const uint32_t n_halves = rfi_kind_scales(of.kind);
+    const int has_min = rfi_kind_min(of.kind);
+    const __m128i shift = _mm_cvtsi32_si128((int)rfi_bias_shift(t->type));
+    __m256 y[2][3];
+    RFI_UNROLL(3)
+    for (uint32_t c = 0; c < 3; c++)
+        RFI_UNROLL(2)
+        for (uint32_t k = 0; k < 2 && c < nc; k++) y[k][c] = _mm256_loadu_ps(acc + c * t->acc_stride + 8 * k);
     for (uint32_t g = 0; g < t->n_groups; g++, x++)
         RFI_UNROLL(2)
         for (uint32_t h = 0; h < n_halves; h++) {
-            const uint8_t *q = t->p->q + g * 256 + h * 128;
+            const uint8_t *const q[2] = {t->p[0].q + g * 256 + h * 128, t->p[1].q + g * 256 + h * 128};
             const uint32_t at = (g * n_halves + h) * 8;
-            __m256i sum[4];
-            RFI_UNROLL(4)
-            for (uint32_t c = 0; c < nc; c++) {
+            __m256i sum[2][3];
+            RFI_UNROLL(3)
+            for (uint32_t c = 0; c < 3; c++) {
+                if (c >= nc) continue;
                 const rfi_q8 *xc = x + c * t->x_stride;
-                const int32_t b = has_min || bits == 8 ? 0 : n_halves == 2 ? xc->b16[h] : xc->b;
-                sum[c] = _mm256_set1_epi32(b >> shift);
+                const __m256i b = _mm256_set1_epi32(n_halves == 2 ? xc->b16[h] : xc->b);
+                sum[0][c] = sum[1][c] = has_min || of.is_signed ? _mm256_setzero_si256() : _mm256_sra_epi32(b, shift);
             }
-            RFI_UNROLL(2)
-            for (uint32_t i = 0; i < 3 - n_halves; i++) {
-                if (vnni) rfi_256_dots_vnni(bits == 8, q + 128 * i, t, x->q + (h + i) * 16, nc, sum);
-                else rfi_256_dots(bits, q + 128 * i, t, x->q + (h + i) * 16, nc, sum);
-            }
-            const __m256 s = _mm256_load_ps(t->p->s + at);
-            RFI_UNROLL(4)
-            for (uint32_t c = 0; c < nc; c++) {
-                const __m256 d = _mm256_mul_ps(s, _mm256_set1_ps(x[c * t->x_stride].d));
-                y[c] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[c]), d, y[c]);
-            }
-            if (!has_min) continue;
-            const __m256 m = _mm256_load_ps(t->p->m + at);
-            RFI_UNROLL(4)
-            for (uint32_t c = 0; c < nc; c++) {
-                const float *sx = n_halves == 2 ? &x[c * t->x_stride].s16[h] : &x[c * t->x_stride].s;
-                y[c] = _mm256_fmadd_ps(m, _mm256_set1_ps(*sx), y[c]);
+            rfi_256_dots(of, q, x->q + h * 16, t->x_stride * sizeof *x, nc, sum);
+            RFI_UNROLL(3)
+            for (uint32_t c = 0; c < 3; c++) {
+                if (c >= nc) continue;
+                const rfi_q8 *xc = x + c * t->x_stride;
+                const __m256 d = _mm256_set1_ps(xc->d);
+                RFI_UNROLL(2)
+                for (uint32_t k = 0; k < 2; k++)
+                    y[k][c] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[k][c]),
+                                              _mm256_mul_ps(_mm256_load_ps(t->p[k].s + at), d), y[k][c]);
+                if (!has_min) continue;
+                const __m256 sx = _mm256_set1_ps(n_halves == 2 ? xc->s16[h] : xc->s);
+                RFI_UNROLL(2)
+                for (uint32_t k = 0; k < 2; k++) y[k][c] = _mm256_fmadd_ps(_mm256_load_ps(t->p[k].m + at), sx, y[k][c]);
             }
         }
-    RFI_UNROLL(4)
-    for (uint32_t c = 0; c < nc; c++) _mm256_storeu_ps(acc + c * t->acc_stride, y[c]);
+    RFI_UNROLL(3)
+    for (uint32_t c = 0; c < 3; c++)
+        RFI_UNROLL(2)
+        for (uint32_t k = 0; k < 2 && c < nc; k++) _mm256_storeu_ps(acc + c * t->acc_stride + 8 * k, y[k][c]);
 }
 
-#define RFI_256_TILE(name, vnni, kind, bits)                                            \
-    static RFI_256 void rfi_256_tile_##name(const rfi_tile *t) {                        \
-        if (t->n_cols & 4) rfi_256_tile(vnni, kind, bits, 4, t, 0);                     \
-        if (t->n_cols & 2) rfi_256_tile(vnni, kind, bits, 2, t, t->n_cols & 4);         \
-        if (t->n_cols & 1) rfi_256_tile(vnni, kind, bits, 1, t, t->n_cols & 6);         \
+/* Three columns at a time, or two. One that is left alone is computed as two: it stands for both. */
+RFI_INLINE RFI_256 void rfi_256_tiles(rfi_256_case of, const rfi_tile *t) {
+    rfi_tile alone = *t;
+    alone.x_stride = alone.acc_stride = 0;
+    for (uint32_t c = 0, nc; c < t->n_cols; c += nc) {
+        const rfi_q8 *x = t->x + c * t->x_stride;
+        float *acc = t->acc + c * t->acc_stride;
+        nc = t->n_cols - c == 4 ? 2 : (uint32_t)rfi_min_u64(3, t->n_cols - c);
+        if (nc == 3) rfi_256_tile(of, 3, t, x, acc);
+        else rfi_256_tile(of, 2, nc == 2 ? t : &alone, x, acc);
     }
-RFI_256_TILE(bias, 0, RFI_KIND_BIAS, 5)
-RFI_256_TILE(min, 0, RFI_KIND_MIN, 5)
-RFI_256_TILE(halves, 0, RFI_KIND_HALVES, 6)
-RFI_256_TILE(halves_min, 0, RFI_KIND_HALVES_MIN, 5)
-RFI_256_TILE(eight, 0, RFI_KIND_BIAS, 8)
-RFI_256_TILE(halves_eight, 0, RFI_KIND_HALVES, 8)
-RFI_256_TILE(vnni_bias, 1, RFI_KIND_BIAS, 5)
-RFI_256_TILE(vnni_min, 1, RFI_KIND_MIN, 5)
-RFI_256_TILE(vnni_halves, 1, RFI_KIND_HALVES, 6)
-RFI_256_TILE(vnni_halves_min, 1, RFI_KIND_HALVES_MIN, 5)
-RFI_256_TILE(vnni_eight, 1, RFI_KIND_BIAS, 8)
-RFI_256_TILE(vnni_halves_eight, 1, RFI_KIND_HALVES, 8)
+}
+#define RFI_256_TILE(name, vnni, is_signed, early, kind)                          \
+    static RFI_256 void rfi_256_tile_##name(const rfi_tile *t) {                  \
+        rfi_256_tiles((rfi_256_case){vnni, is_signed, early, RFI_KIND_##kind}, t); \
+    }
+RFI_256_TILE(bias, 0, 0, 1, BIAS)
+RFI_256_TILE(min, 0, 0, 0, MIN)
+RFI_256_TILE(halves, 0, 0, 1, HALVES)
+RFI_256_TILE(halves_min, 0, 0, 0, HALVES_MIN)
+RFI_256_TILE(signed, 0, 1, 0, BIAS)
+RFI_256_TILE(signed_halves, 0, 1, 0, HALVES)
+RFI_256_TILE(min_early, 0, 0, 1, MIN)
+RFI_256_TILE(vnni_bias, 1, 0, 0, BIAS)
+RFI_256_TILE(vnni_min, 1, 0, 0, MIN)
+RFI_256_TILE(vnni_halves, 1, 0, 0, HALVES)
+RFI_256_TILE(vnni_halves_min, 1, 0, 0, HALVES_MIN)
+RFI_256_TILE(vnni_signed, 1, 1, 0, BIAS)
+RFI_256_TILE(vnni_signed_halves, 1, 1, 0, HALVES)
 
 static void rfi_avx2_tile(const rfi_tile *t) {
-    static void (*const tiles[2][6])(const rfi_tile *) = { /* [VNNI][rfi_kind; signed: 4 and 5] */
-        {rfi_256_tile_bias, rfi_256_tile_min, rfi_256_tile_halves, rfi_256_tile_halves_min, rfi_256_tile_eight,
-         rfi_256_tile_halves_eight},
+    static void (*const tiles[2][7])(const rfi_tile *) = { /* [VNNI][rfi_kind; signed: 4 and 5; min of five bits: 6] */
+        {rfi_256_tile_bias, rfi_256_tile_min, rfi_256_tile_halves, rfi_256_tile_halves_min, rfi_256_tile_signed,
+         rfi_256_tile_signed_halves, rfi_256_tile_min_early},
         {rfi_256_tile_vnni_bias, rfi_256_tile_vnni_min, rfi_256_tile_vnni_halves, rfi_256_tile_vnni_halves_min,
-         rfi_256_tile_vnni_eight, rfi_256_tile_vnni_halves_eight}};
+         rfi_256_tile_vnni_signed, rfi_256_tile_vnni_signed_halves, rfi_256_tile_vnni_min}};
     const rfi_kind kind = rfi_kind_of(t->type);
-    tiles[t->extended][rfi_256_is_signed(t->type) ? 3 + rfi_kind_scales(kind) : (uint32_t)kind](t);
+    const int five = t->type == RF_TYPE_Q5_1 || t->type == RF_TYPE_Q5_K;
+    tiles[t->extended][rfi_256_is_signed(t->type) ? 3 + rfi_kind_scales(kind) : five ? 6 : (uint32_t)kind](t);
 }
 
 RFI_INLINE RFI_256 __m256 rfi_256_load8(uint32_t type, const void *p, uint64_t i) {
@@ -15253,8 +15274,8 @@ static RFI_256 void rfi_avx2_dots_q(const rfi_dots *a) {
     for (; c < a->n_cols; c++) rfi_256_dots_q(1, a, c);
 }
 
-enum { RFI_LANES_avx2 = 8, RFI_PANELS_avx2 = 1, RFI_COLS_avx2 = 4, RFI_KEYS_avx2 = 16, RFI_FEW_avx2 = 4,
-       RFI_FEW_EXPANDED_avx2 = 5 };
+enum { RFI_LANES_avx2 = 8, RFI_PANELS_avx2 = 2, RFI_COLS_avx2 = 6, RFI_KEYS_avx2 = 16 };
+#define RFI_FEW_avx2 {4, 2, 8}
 #if !defined(__clang__)
 #pragma GCC push_options
 #if defined(__OPTIMIZE__)
@@ -15690,8 +15711,8 @@ static RFI_NEON void rfi_neon_dots_q(const rfi_dots *a) {
     for (; c < a->n_cols; c++) rfi_neon_dots_part(1, a, c);
 }
 
-enum { RFI_LANES_neon = 4, RFI_PANELS_neon = 1, RFI_COLS_neon = 8, RFI_KEYS_neon = 8, RFI_FEW_neon = 1,
-       RFI_FEW_EXPANDED_neon = 1 };
+enum { RFI_LANES_neon = 4, RFI_PANELS_neon = 1, RFI_COLS_neon = 8, RFI_KEYS_neon = 8 };
+#define RFI_FEW_neon {1, 1, 1}
 #if !defined(__clang__)
 #pragma GCC push_options
 #if defined(__OPTIMIZE__)
