@@ -15275,7 +15275,7 @@ static RFI_256 void rfi_avx2_dots_q(const rfi_dots *a) {
 }
 
 enum { RFI_LANES_avx2 = 8, RFI_PANELS_avx2 = 2, RFI_COLS_avx2 = 6, RFI_KEYS_avx2 = 16 };
-#define RFI_FEW_avx2 {4, 2, 8}
+#define RFI_FEW_avx2 {4, 2, 6}
 #if !defined(__clang__)
 #pragma GCC push_options
 #if defined(__OPTIMIZE__)
