@@ -12196,6 +12196,7 @@ struct rfk_decode_attention_args {
     uint32_t norm_type[2], n_heads, n_kv_heads, head_dim, n_rot, neox, n_cells;
     uint32_t q_stride, k_stride, v_stride, out_stride; /* from row to row */
     uint32_t n_shared;                            /* rows that share the grid's splits; 0: each has the same number */
+    uint32_t n_splits;                            /* of a row then, at most; a block takes every gridDim.y-th */
     uint32_t group;                               /* queries of a KV head */
     uint32_t columns_log2, per_column;            /* of a KV head: 2^columns_log2 columns of the grid; their queries */
     uint32_t n_near;                              /* rows of up to so many positions have RFK_CLUSTER splits at most */
@@ -12309,7 +12310,7 @@ RFK_DEVICE rfk_decode_heads rfk_decode_heads_of(const rfk_decode_attention_args 
     return heads;
 }
 
-/* A block's split of a row. Visible positions are divided evenly over the splits: see rfk_decode_min. */
+/* A block's split of a row, or its first. Visible positions are divided evenly over the splits: see rfk_decode_min. */
 struct rfk_decode_share {
     uint32_t row, split, most; /* splits of the row, at most */
     uint32_t slot;             /* where the parts of the row's splits begin, in splits */
@@ -12426,7 +12427,7 @@ template <class KV, int G, int PER> struct rfk_decode_work {
  * older_end; new_pos is this step's, RF_NONE in other splits. */
 template <class KV> struct rfk_decode_cells {
     const KV *k, *v;
-    uint32_t end, older_end, new_pos;
+    uint32_t begin, end, older_end, new_pos;
 };
 
 /* Load the older positions among the T from `first` on. In a ring buffer, positions are cells that continue after the
@@ -12465,11 +12466,11 @@ template <int WAVE, int PER, int N> RFK_DEVICE void rfk_decode_spread(float (&v)
     }
 }
 
-/* T positions from `first` on: scores, online softmax, weighted sums. Loads of the next positions are issued as soon as
- * registers are free. */
+/* T positions from `first` on: scores, online softmax, weighted sums. Loads of the next ones, from `next` to next_end,
+ * are issued as soon as registers are free. */
 template <int WAVE, class KV, int G, int PER>
 RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const rfk_decode_attention_args &a,
-                                  const rfk_decode_cells<KV> &in, uint32_t first,
+                                  const rfk_decode_cells<KV> &in, uint32_t first, uint32_t next, uint32_t next_end,
                                   rfk_decode_work<KV, G, PER> &o) {
     typedef rfk_decode_shape<KV, G, PER> S;
     const bool packed = rfk_decode_raw<KV, PER>::PACKED;
@@ -12499,8 +12500,7 @@ RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const r
                                   ((q1.x * y[4] + q1.y * y[5]) + (q1.z * y[6] + q1.w * y[7]));
         }
     }
-    rfk_decode_load<KV, PER, S::T>(o.k, in.k, a.n_cells, a.head_dim, first + S::T * S::SLOTS, S::SLOTS,
-                                   in.older_end);
+    rfk_decode_load<KV, PER, S::T>(o.k, in.k, a.n_cells, a.head_dim, next, S::SLOTS, next_end);
     rfk_decode_spread<WAVE, PER, S::N>(score);
     float top = o.largest;
     RFK_UNROLL(2)
@@ -12536,8 +12536,7 @@ RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const r
             for (int e = 0; e < 8; e++) o.acc[g][e] += weight * x[e];
         }
     }
-    rfk_decode_load<KV, PER, S::T>(o.v, in.v, a.n_cells, a.head_dim, first + S::T * S::SLOTS, S::SLOTS,
-                                   in.older_end);
+    rfk_decode_load<KV, PER, S::T>(o.v, in.v, a.n_cells, a.head_dim, next, S::SLOTS, next_end);
 }
 
 /* Where the results of a block's queries go, and the parts of its splits: of a cluster in its first block's shared
@@ -12678,16 +12677,17 @@ RFK_DEVICE void rfk_decode_join(rfk_decode_shared<G, PER> &s, const rfk_decode_o
     }
 }
 
-/* Whether this is the last split of these queries to finish: it sees the parts of the others. */
+/* Whether this is the last of n_blocks of these queries to finish: it sees the parts of the others. */
 template <int G, int PER>
-RFK_DEVICE bool rfk_decode_last(rfk_decode_shared<G, PER> &s, const rfk_decode_attention_args &a, uint32_t row) {
+RFK_DEVICE bool rfk_decode_last(rfk_decode_shared<G, PER> &s, const rfk_decode_attention_args &a, uint32_t row,
+                                uint32_t n_blocks) {
     uint32_t *ticket = a.tickets + row * gridDim.x + blockIdx.x;
 #if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
     __syncthreads(); /* so that thread 0 releases what the whole block wrote */
     if (threadIdx.x == 0) {
         uint32_t before;
         asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(ticket) : "memory");
-        s.is_last = before == s.n_splits - 1;
+        s.is_last = before == n_blocks - 1;
         if (s.is_last) *ticket = 0;
     }
     __syncthreads();
@@ -12696,7 +12696,7 @@ RFK_DEVICE bool rfk_decode_last(rfk_decode_shared<G, PER> &s, const rfk_decode_a
     __threadfence(); /* make this block's part visible before its ticket */
     __syncthreads();
     if (threadIdx.x == 0) {
-        s.is_last = atomicAdd(ticket, 1u) == s.n_splits - 1;
+        s.is_last = atomicAdd(ticket, 1u) == n_blocks - 1;
         if (s.is_last) *ticket = 0;
     }
     __syncthreads();
@@ -12929,9 +12929,9 @@ template <int WAVE> RFK_CALLED void rfk_decode_find_share(rfk_decode_share *to, 
     if (lane == WAVE - 1 && blockIdx.y >= at) *to = none;
 }
 
-RFK_DEVICE rfk_decode_share rfk_decode_share_of(const rfk_decode_share &found, uint32_t n_shared) {
-    rfk_decode_share o = {blockIdx.z, blockIdx.y, gridDim.y, blockIdx.z * gridDim.y};
-    if (n_shared) {
+RFK_DEVICE rfk_decode_share rfk_decode_share_of(const rfk_decode_share &found, const rfk_decode_attention_args &a) {
+    rfk_decode_share o = {blockIdx.z, blockIdx.y, a.n_splits, blockIdx.z * a.n_splits};
+    if (a.n_shared) {
         o.row = rfk_uniform(found.row), o.split = rfk_uniform(found.split);
         o.most = rfk_uniform(found.most), o.slot = rfk_uniform(found.slot);
     }
@@ -12947,10 +12947,44 @@ RFK_DEVICE void rfk_decode_expect(rfk_mbarrier &parts, uint32_t n_floats) {
     rfk_arrive_at_cluster();
 }
 
+/* The cells of a split that begins at `begin`, of a column of the row that ends at `all`; 0: there is no such split. */
+template <class KV, int PER>
+RFK_DEVICE rfk_decode_cells<KV> rfk_decode_cells_of(const rfk_decode_attention_args &a, const rf_step_row &row,
+                                                    uint32_t begin, uint32_t cells, uint32_t all) {
+    const uint32_t end = begin + cells < all ? begin + cells : all, lane = threadIdx.x % PER;
+    const bool owns_key = end == all && !a.is_stored, inside = lane * 8 < a.head_dim;
+    const size_t head = rfk_decode_raw<KV, PER>::row(1, a.head_dim) *
+                        ((size_t)row.seq * a.n_kv_heads + (blockIdx.x >> a.columns_log2)) * a.n_cells;
+    const rfk_decode_cells<KV> in = {(const KV *)a.k_state + head + lane * 8, (const KV *)a.v_state + head + lane * 8,
+                                     begin, end, !inside || !all ? 0 : owns_key ? all - 1 : end,
+                                     owns_key ? all - 1 : RF_NONE};
+    return in;
+}
+
+/* Nothing seen yet. */
+template <class KV, int G, int PER> RFK_DEVICE void rfk_decode_clear(rfk_decode_work<KV, G, PER> &work) {
+    work.largest = -3e38f; /* finite */
+    work.sum = 0;
+    for (int g = 0; g < G; g++)
+        for (int e = 0; e < 8; e++) work.acc[g][e] = 0;
+}
+
+/* Each query's sink: one more score, whose value is zero. */
+template <class KV, int G, int PER>
+RFK_DEVICE void rfk_decode_sinks(rfk_decode_work<KV, G, PER> &work, const rfk_decode_attention_args &a) {
+    typedef rfk_decode_shape<KV, G, PER> S;
+    const rfk_decode_heads heads = rfk_decode_heads_of(a);
+    const uint32_t lane = threadIdx.x % PER;
+    if (lane / S::LANES >= heads.n) return;
+    work.largest = rfk_load_any(a.sinks, a.sinks_type, heads.first + lane / S::LANES) * RFK_LOG2_E;
+    work.sum = lane % S::LANES == 0 ? 1.0f : 0.0f;
+}
+
 /* grid [columns, splits, rows], or [columns, splits of all rows]   columns: KV heads, or parts of their groups
  * block 256   LDS up to 27 KiB, in a cluster 33 more   cluster [1, up to RFK_CLUSTER, 1]
- * Reads each key and value once for all queries of a column. Blocks without positions or queries return. */
-template <int WAVE, class KV, int G, int PER>
+ * Reads each key and value once for all queries of a column. Blocks without positions or queries return. TURNS: a block
+ * takes every gridDim.y-th split of its row, and loads the next while it multiplies one. */
+template <int WAVE, class KV, int G, int PER, int TURNS>
 static __global__ void RFK_RESIDENT(RFK_BLOCK, RFK_DECODE_RESIDENT) rfk_decode_attention(rfk_decode_attention_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
     typedef rfk_decode_shape<KV, G, PER> S;
@@ -12959,93 +12993,99 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, RFK_DECODE_RESIDENT) rfk_decode_a
     RFK_DYNAMIC(float4, parts); /* of a cluster's splits */
     const uint32_t pass = S::T * S::SLOTS;
     /* written before the previous kernel began: the step's rows, angles, keys and values of older positions */
-    rfk_decode_share share = rfk_decode_share_of(s.share, 0);
+    rfk_decode_share share;
     if (a.n_shared) {
         const rfk_decode_rows of = {a.rows, a.n_shared, a.window, pass, a.n_near};
         if (threadIdx.x < WAVE) rfk_decode_find_share<WAVE>(&s.share, of);
         __syncthreads();
-        share = rfk_decode_share_of(s.share, a.n_shared);
     }
+    share = rfk_decode_share_of(s.share, a);
     const rf_step_row row = a.rows[share.row];
     uint32_t n = (uint32_t)row.pos + 1, seen = 0; /* visible positions, and the cell of the first */
     if (a.window && n > a.window) seen = (n - a.window) % a.n_cells, n = a.window;
     const uint32_t cells = rfk_decode_cut(n, share.most, rfk_decode_min(n, pass, a.n_near)),
-                   n_splits = (n + cells - 1) / cells, begin = seen + share.split * cells;
+                   n_splits = (n + cells - 1) / cells, all = seen + n, slot = threadIdx.x / PER;
     if (share.split >= n_splits || rfk_decode_heads_of(a).n == 0)
         return; /* split 0 of column 0 waits for the previous kernel, so this one ends after it */
-    const uint32_t all = seen + n, end = begin + cells < all ? begin + cells : all, lane = threadIdx.x % PER,
-                   slot = threadIdx.x / PER;
-    const bool owns_key = end == all && !a.is_stored, inside = lane * 8 < a.head_dim;
-    const size_t head = rfk_decode_raw<KV, PER>::row(1, a.head_dim) *
-                        ((size_t)row.seq * a.n_kv_heads + (blockIdx.x >> a.columns_log2)) * a.n_cells;
-    const rfk_decode_cells<KV> in = {(const KV *)a.k_state + head + lane * 8, (const KV *)a.v_state + head + lane * 8,
-                                     end, !inside ? 0 : owns_key ? all - 1 : end, owns_key ? all - 1 : RF_NONE};
     rfk_decode_work<KV, G, PER> work;
     rfk_decode_pairs<WAVE, PER> pairs;
+    uint32_t split = share.split;
+    rfk_decode_cells<KV> in = rfk_decode_cells_of<KV, PER>(a, row, seen + split * cells, cells, all);
     if (a.is_stored) rfk_wait_previous();
-    rfk_decode_load<KV, PER, S::T>(work.k, in.k, a.n_cells, a.head_dim, begin + slot, S::SLOTS, in.older_end);
-    rfk_decode_load<KV, PER, S::T>(work.v, in.v, a.n_cells, a.head_dim, begin + slot, S::SLOTS, in.older_end);
+    rfk_decode_load<KV, PER, S::T>(work.k, in.k, a.n_cells, a.head_dim, in.begin + slot, S::SLOTS, in.older_end);
+    rfk_decode_load<KV, PER, S::T>(work.v, in.v, a.n_cells, a.head_dim, in.begin + slot, S::SLOTS, in.older_end);
     rfk_decode_pair<WAVE, PER>(pairs, a, share.row);
-    work.largest = -3e38f; /* finite: nothing seen yet */
-    work.sum = 0;
-    for (int g = 0; g < G; g++)
-        for (int e = 0; e < 8; e++) work.acc[g][e] = 0;
-    if (a.sinks && share.split == 0 && slot == 0) {
-        const rfk_decode_heads heads = rfk_decode_heads_of(a);
-        if (lane / S::LANES < heads.n) {
-            work.largest = rfk_load_any(a.sinks, a.sinks_type, heads.first + lane / S::LANES) * RFK_LOG2_E;
-            work.sum = lane % S::LANES == 0 ? 1.0f : 0.0f;
-        }
-    }
+    rfk_decode_clear(work);
+    if (a.sinks && split == 0 && slot == 0) rfk_decode_sinks(work, a);
     if (threadIdx.x == 0) s.n_splits = n_splits;
     if (RFK_HAS_CLUSTERS && a.is_cluster && n_splits > 1)
         rfk_decode_expect(s.parts, rfk_decode_heads_of(a).n * n_splits * (a.head_dim + 4));
     rfk_decode_norms<G, PER>(s, a);
     if (!a.is_stored) rfk_wait_previous();
+    const bool owns_key = TURNS ? !a.is_stored && (n_splits - 1 - split) % gridDim.y == 0 : in.new_pos != RF_NONE;
     rfk_decode_queries<WAVE, G, PER>(s, a, share.row, owns_key, pairs);
-    __syncthreads();
-    if (owns_key) /* all columns of a KV head store the same */
-        rfk_decode_store<WAVE>(s, (KV *)a.k_state + head, (KV *)a.v_state + head,
-                               (uint32_t)row.pos % a.n_cells, a.head_dim);
     RFK_UNROLL(1)
-    for (uint32_t first = begin; first < end; first += pass)
-        rfk_decode_positions<WAVE, KV, G, PER>(s, a, in, first + slot, work);
-    const rfk_decode_share done = rfk_decode_share_of(s.share, a.n_shared); /* once more: registers are few */
-    const rfk_decode_output out = rfk_decode_output_of(a, done, reinterpret_cast<float *>(parts), &s.parts);
-    if (out.parts && s.n_splits > 1) rfk_wait_for_cluster(); /* all have begun */
-    rfk_decode_join<WAVE, KV, G, PER>(s, out, done.split, work);
+    for (;;) {
+        rfk_decode_cells<KV> next = in;
+        __syncthreads(); /* also: what the split before has joined is read */
+        if (in.new_pos != RF_NONE) /* all columns of a KV head store the same */
+            rfk_decode_store<WAVE>(s, (KV *)in.k - threadIdx.x % PER * 8, (KV *)in.v - threadIdx.x % PER * 8,
+                                   (uint32_t)row.pos % a.n_cells, a.head_dim);
+        if (TURNS) {
+            split += gridDim.y;
+            next = rfk_decode_cells_of<KV, PER>(a, row, seen + split * cells, cells, split < n_splits ? all : 0);
+        }
+        RFK_UNROLL(1)
+        for (uint32_t first = in.begin; first < in.end; first += pass) {
+            const bool ends = TURNS && first + pass >= in.end;
+            rfk_decode_positions<WAVE, KV, G, PER>(s, a, in, first + slot, (ends ? next.begin : first + pass) + slot,
+                                                   ends ? next.older_end : in.older_end, work);
+        }
+        const rfk_decode_share done = rfk_decode_share_of(s.share, a); /* once more: registers are few */
+        const rfk_decode_output out = rfk_decode_output_of(a, done, reinterpret_cast<float *>(parts), &s.parts);
+        if (out.parts && s.n_splits > 1) rfk_wait_for_cluster(); /* all have begun */
+        rfk_decode_join<WAVE, KV, G, PER>(s, out, TURNS ? split - gridDim.y : done.split, work);
+        if (!TURNS || split >= n_splits) break;
+        in = next;
+        rfk_decode_clear(work);
+    }
     if (s.n_splits == 1) return;
+    const rfk_decode_share done = rfk_decode_share_of(s.share, a);
+    const rfk_decode_output out = rfk_decode_output_of(a, done, reinterpret_cast<float *>(parts), &s.parts);
     if (out.parts) {
         if (done.split) return;
         rfk_mbarrier_wait(out.parts, 0);
         rfk_decode_join_near<WAVE>(out, s.n_splits, PER * 2);
-    } else if (rfk_decode_last<G, PER>(s, a, done.row)) {
-        if (s.n_splits <= RFK_CLUSTER) rfk_decode_join_near<WAVE>(out, s.n_splits, PER * 2);
-        else rfk_decode_join_splits<WAVE>(s.join, out, s.n_splits, G, PER * 2);
+        return;
     }
+    const uint32_t n_blocks = TURNS && gridDim.y < s.n_splits ? gridDim.y : s.n_splits;
+    if (!rfk_decode_last<G, PER>(s, a, done.row, n_blocks)) return;
+    if (s.n_splits <= RFK_CLUSTER) rfk_decode_join_near<WAVE>(out, s.n_splits, PER * 2);
+    else rfk_decode_join_splits<WAVE>(s.join, out, s.n_splits, G, PER * 2);
 }
 
 /* Instances cost time to compile: few queries take those of more, above all with rare types of the cache, and a single
  * one has its own only where clusters are. */
 template <int WAVE, class KV, int PER>
-static void (*rfk_decode_attention_of(uint32_t queries))(rfk_decode_attention_args) {
+static void (*rfk_decode_attention_of(uint32_t queries, int turns))(rfk_decode_attention_args) {
     const bool half = sizeof(KV) == 2;
-    if (queries == 1) return rfk_decode_attention<WAVE, KV, half ? 2 - RFK_HAS_CLUSTERS : RFK_DECODE_GROUP, PER>;
-    if (queries == 2) return rfk_decode_attention<WAVE, KV, half ? 2 : RFK_DECODE_GROUP, PER>;
-    return rfk_decode_attention<WAVE, KV, RFK_DECODE_GROUP, PER>;
+    if (turns) return rfk_decode_attention<WAVE, KV, RFK_DECODE_GROUP, PER, RFK_HAS_CLUSTERS && half>;
+    if (queries == 1) return rfk_decode_attention<WAVE, KV, half ? 2 - RFK_HAS_CLUSTERS : RFK_DECODE_GROUP, PER, 0>;
+    if (queries == 2) return rfk_decode_attention<WAVE, KV, half ? 2 : RFK_DECODE_GROUP, PER, 0>;
+    return rfk_decode_attention<WAVE, KV, RFK_DECODE_GROUP, PER, 0>;
 }
 template <int WAVE, class KV>
-static void (*rfk_decode_attention_by(uint32_t head_dim, uint32_t queries))(rfk_decode_attention_args) {
-    if (head_dim <= 64) return rfk_decode_attention_of<WAVE, KV, sizeof(KV) == 4 ? 16 : 8>(queries);
-    if (head_dim <= 128) return rfk_decode_attention_of<WAVE, KV, 16>(queries);
-    return rfk_decode_attention_of<WAVE, KV, 32>(queries);
+static void (*rfk_decode_attention_by(uint32_t head_dim, uint32_t queries, int turns))(rfk_decode_attention_args) {
+    if (head_dim <= 64) return rfk_decode_attention_of<WAVE, KV, sizeof(KV) == 4 ? 16 : 8>(queries, turns);
+    if (head_dim <= 128) return rfk_decode_attention_of<WAVE, KV, 16>(queries, turns);
+    return rfk_decode_attention_of<WAVE, KV, 32>(queries, turns);
 }
 template <int WAVE>
 static void (*rfk_find_decode_attention(uint32_t cache_type, uint32_t head_dim,
-                                        uint32_t queries))(rfk_decode_attention_args) {
-    if (cache_type == RF_CACHE_F32) return rfk_decode_attention_by<WAVE, float>(head_dim, queries);
-    if (cache_type == RF_CACHE_Q8_0) return rfk_decode_attention_by<WAVE, rfk_q8>(head_dim, queries);
-    return rfk_decode_attention_by<WAVE, uint16_t>(head_dim, queries);
+                                        uint32_t queries, int turns))(rfk_decode_attention_args) {
+    if (cache_type == RF_CACHE_F32) return rfk_decode_attention_by<WAVE, float>(head_dim, queries, turns);
+    if (cache_type == RF_CACHE_Q8_0) return rfk_decode_attention_by<WAVE, rfk_q8>(head_dim, queries, turns);
+    return rfk_decode_attention_by<WAVE, uint16_t>(head_dim, queries, turns);
 }
 
 /* ==== 6 Device ========================================================================================== >>device
@@ -14105,7 +14145,7 @@ static void rfk_allow_kernels(rf_dev *d) {
     for (int i = 0; i < 2; i++)
         (void)rfk_allow_memory((const void *)rfk_find_rows<32>(i != 0), d->shared_bytes - 1024);
     for (uint32_t i = 0; i < 9; i++) /* types of caches, by queries of a column */
-        (void)rfk_allow_memory((const void *)rfk_find_decode_attention<32>(i / 3, RFK_MAX_HEAD, 1u << i % 3),
+        (void)rfk_allow_memory((const void *)rfk_find_decode_attention<32>(i / 3, RFK_MAX_HEAD, 1u << i % 3, 0),
                                RFK_CLUSTER * RFK_DECODE_PARTS(RFK_DECODE_GROUP, RFK_MAX_HEAD));
     const rfk_flash_kernel flash[] = {rfk_find_flash<uint16_t>(d, 256), rfk_find_flash<uint16_t>(d, RFK_FLASH_HEAD),
                                       rfk_find_flash<rfk_q8>(d, 256), rfk_find_flash<rfk_q8>(d, RFK_FLASH_HEAD)};
@@ -17425,17 +17465,23 @@ static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) 
     a.group = att->n_heads / att->n_kv_heads;
     a.n_shared = l->n_rows > RFK_FEW_MAX ? l->n_rows : 0;
     a.is_cluster = !a.n_shared && rfk_is_near(p, a.window);
-    c.grid = dim3(att->n_kv_heads, rfk_used_splits(p, att), l->n_rows);
+    a.n_splits = rfk_used_splits(p, att);
+    c.grid = dim3(att->n_kv_heads, a.n_splits, l->n_rows);
     if (a.n_shared) c.grid = dim3(c.grid.x, rfk_shared_splits(p, att, l->n_rows));
     a.per_column = rfk_decode_queries_of(p, att, a.is_cluster ? c.grid.x * c.grid.y * c.grid.z : 0);
     a.columns_log2 = rfk_decode_columns_log2(att, a.per_column);
     c.grid.x <<= a.columns_log2;
-    /* more clusters than run at once would take a second round, for their blocks without positions, too */
-    if (c.grid.x * c.grid.y * c.grid.z > RFK_DECODE_RESIDENT * p->dev->info.compute_units) a.is_cluster = 0;
+    /* More clusters than run at once would take a second round, for their blocks without positions, too. Blocks of few
+     * splits each take turns instead. */
+    const uint32_t fit = RFK_DECODE_RESIDENT * p->dev->info.compute_units, columns = c.grid.x * c.grid.z;
+    const int full = a.is_cluster && columns * c.grid.y > fit,
+              turns = full && RFK_HAS_CLUSTERS && p->cache_type == RF_CACHE_F16;
+    if (full) a.is_cluster = 0;
+    if (turns) c.grid.y = columns < fit ? fit / columns : 1;
     if (a.is_cluster) c.cluster = c.grid.y, c.shared_bytes = c.grid.y * RFK_DECODE_PARTS(a.per_column, att->head_dim);
     void (*kernel)(rfk_decode_attention_args) =
-        RFK_BY_WAVE(l, rfk_find_decode_attention<32>(p->cache_type, att->head_dim, a.per_column),
-                    rfk_find_decode_attention<64>(p->cache_type, att->head_dim, a.per_column));
+        RFK_BY_WAVE(l, rfk_find_decode_attention<32>(p->cache_type, att->head_dim, a.per_column, turns),
+                    rfk_find_decode_attention<64>(p->cache_type, att->head_dim, a.per_column, turns));
     return rfk_enqueue_config(l, kernel, c, a);
 }
 

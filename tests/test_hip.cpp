@@ -3169,6 +3169,12 @@ static void test_attention_of_rows() {
         {2, 1, 256, RF_CACHE_F32, true, false, 0, 4, 4, 5}, /* few positions: splits of a cluster */
         {2, 1, 128, RF_CACHE_F32, true, false, 0, 4, 4, 5},
         {2, 1, 256, RF_CACHE_F32, true, false, 0, 4, 4, 9},
+        {4, 1, 64, RF_CACHE_F16, true, true, 0, 16, 1, 9}, /* blocks take several splits of a row in turn, where clusters are */
+        {8, 2, 128, RF_CACHE_F16, true, true, 0, 16, 1, 33},
+        {8, 1, 128, RF_CACHE_F16, false, true, 0, 10, 2, 20},
+        {4, 1, 64, RF_CACHE_F16, false, false, 150, 16, 1, 20},
+        {3, 1, 80, RF_CACHE_F16, true, false, 0, 6, 3, 10},
+        {4, 1, 256, RF_CACHE_F16, true, false, 0, 12, 4, 9},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i += stride)
         for (uint32_t index = 0; index < devices.size(); index++) {
