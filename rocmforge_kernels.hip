@@ -12467,7 +12467,8 @@ template <int WAVE, int PER, int N> RFK_DEVICE void rfk_decode_spread(float (&v)
 }
 
 /* T positions from `first` on: scores, online softmax, weighted sums. Loads of the next ones, from `next` to next_end,
- * are issued as soon as registers are free. */
+ * are issued as soon as registers are free. What is fused is written, not left to the compiler: a query has the same
+ * bits in kernels of one query and of more. */
 template <int WAVE, class KV, int G, int PER>
 RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const rfk_decode_attention_args &a,
                                   const rfk_decode_cells<KV> &in, uint32_t first, uint32_t next, uint32_t next_end,
@@ -12496,8 +12497,9 @@ RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const r
         RFK_UNROLL(4)
         for (int t = 0; t < S::T; t++) {
             const float *y = keys[t];
-            score[g * S::T + t] = ((q0.x * y[0] + q0.y * y[1]) + (q0.z * y[2] + q0.w * y[3])) +
-                                  ((q1.x * y[4] + q1.y * y[5]) + (q1.z * y[6] + q1.w * y[7]));
+            score[g * S::T + t] =
+                (rfk_fma(q0.x, y[0], rfk_mul(q0.y, y[1])) + rfk_fma(q0.z, y[2], rfk_mul(q0.w, y[3]))) +
+                (rfk_fma(q1.x, y[4], rfk_mul(q1.y, y[5])) + rfk_fma(q1.z, y[6], rfk_mul(q1.w, y[7])));
         }
     }
     rfk_decode_load<KV, PER, S::T>(o.k, in.k, a.n_cells, a.head_dim, next, S::SLOTS, next_end);
@@ -12513,7 +12515,7 @@ RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const r
     for (int mask = 1; mask < S::LANES; mask *= 2) top = fmaxf(top, rfk_shuffle_xor<WAVE>(top, mask));
     keep = exp2f(o.largest - top);
     o.largest = top;
-    o.sum *= keep;
+    o.sum = rfk_mul(o.sum, keep);
     RFK_UNROLL(2)
     for (int j = 0; j < S::KEPT; j++) {
         score[j] = exp2f(score[j] - top);
@@ -12523,7 +12525,7 @@ RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const r
     for (uint32_t g = 0; g < (uint32_t)G; g++) {
         const float factor = rfk_shuffle<WAVE>(keep, base + g * S::LANES);
         RFK_UNROLL(8)
-        for (int e = 0; e < 8; e++) o.acc[g][e] *= factor;
+        for (int e = 0; e < 8; e++) o.acc[g][e] = rfk_mul(o.acc[g][e], factor);
     }
     RFK_UNROLL(4)
     for (uint32_t t = 0; t < (uint32_t)S::T; t++) {
@@ -12533,7 +12535,7 @@ RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const r
             const uint32_t i = g * S::T + t;
             const float weight = rfk_shuffle<WAVE>(score[i % S::KEPT], base + i * S::COPIES / S::KEPT);
             RFK_UNROLL(8)
-            for (int e = 0; e < 8; e++) o.acc[g][e] += weight * x[e];
+            for (int e = 0; e < 8; e++) o.acc[g][e] = rfk_fma(weight, x[e], o.acc[g][e]);
         }
     }
     rfk_decode_load<KV, PER, S::T>(o.v, in.v, a.n_cells, a.head_dim, next, S::SLOTS, next_end);
@@ -12593,7 +12595,7 @@ RFK_DEVICE uint32_t rfk_decode_join_wave(rfk_decode_shared<G, PER> &s, const rfk
     for (int mask = 1; mask < S::LANES; mask *= 2) sum += rfk_shuffle_xor<WAVE>(sum, mask);
     for (int mask = PER; mask < WAVE; mask *= 2) top = fmaxf(top, rfk_shuffle_xor<WAVE>(top, mask));
     const float own = exp2f(o.largest - top);
-    sum *= own;
+    sum = rfk_mul(sum, own);
     for (int mask = PER; mask < WAVE; mask *= 2) sum += rfk_shuffle_xor<WAVE>(sum, mask);
     if (lane < PER && lane % S::LANES == 0) {
         s.peak[lane / S::LANES][threadIdx.x / WAVE][0] = top;
@@ -12603,7 +12605,7 @@ RFK_DEVICE uint32_t rfk_decode_join_wave(rfk_decode_shared<G, PER> &s, const rfk
     for (uint32_t g = 0; g < (uint32_t)G; g++) {
         const float factor = rfk_shuffle<WAVE>(own, base + g * S::LANES);
         RFK_UNROLL(8)
-        for (int e = 0; e < 8; e++) v[g * 8 + e] = o.acc[g][e] * factor;
+        for (int e = 0; e < 8; e++) v[g * 8 + e] = rfk_mul(o.acc[g][e], factor);
     }
     uint32_t first = 0;
     int n = G * 8;
@@ -12660,8 +12662,9 @@ RFK_DEVICE void rfk_decode_join(rfk_decode_shared<G, PER> &s, const rfk_decode_o
             for (int i = 0; i < waves; i++) {
                 const float weight = exp2f(s.peak[head][i][0] - top);
                 const float4 four = *reinterpret_cast<const float4 *>(s.join + (g * waves + i) * row + c * 4);
-                weights += weight * s.peak[head][i][1];
-                x[0] += weight * four.x, x[1] += weight * four.y, x[2] += weight * four.z, x[3] += weight * four.w;
+                weights = rfk_fma(weight, s.peak[head][i][1], weights);
+                x[0] = rfk_fma(weight, four.x, x[0]), x[1] = rfk_fma(weight, four.y, x[1]);
+                x[2] = rfk_fma(weight, four.z, x[2]), x[3] = rfk_fma(weight, four.w, x[3]);
             }
         }
         if (s.n_splits == 1) {
