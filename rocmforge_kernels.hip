@@ -17474,8 +17474,8 @@ static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) 
     a.per_column = rfk_decode_queries_of(p, att, a.is_cluster ? c.grid.x * c.grid.y * c.grid.z : 0);
     a.columns_log2 = rfk_decode_columns_log2(att, a.per_column);
     c.grid.x <<= a.columns_log2;
-    /* More clusters than run at once would take a second round, for their blocks without positions, too. Blocks of few
-     * splits each take turns instead. */
+    /* More clusters than run at once would take a second round, for their blocks without positions, too. As many
+     * blocks as fit take several splits each instead. 8B on an H200, 16 rows: 3.91 -> 3.76 ms. */
     const uint32_t fit = RFK_DECODE_RESIDENT * p->dev->info.compute_units, columns = c.grid.x * c.grid.z;
     const int full = a.is_cluster && columns * c.grid.y > fit,
               turns = full && RFK_HAS_CLUSTERS && p->cache_type == RF_CACHE_F16;
