@@ -12753,21 +12753,6 @@ RFI_INLINE rfi_kind rfi_kind_of(uint32_t type) {
 }
 RFI_INLINE uint32_t rfi_kind_scales(rfi_kind kind) { return kind & 2 ? 2 : 1; } /* of a group */
 RFI_INLINE int rfi_kind_min(rfi_kind kind) { return kind & 1; }
-
-static void rfi_matmul_quant(const rfi_kernels *k, uint32_t type, const rfi_matmul *m) {
-    rfi_quant_matmul q = {.k = k, .type = type, .n_blocks = 256 / rfi_types[type].block_elements};
-    if (m->n_rows == 0 || m->n_cols == 0 || m->n_in == 0) return;
-    if (rfi_expansions[type].kind) q.expand = k->expander(type);
-    const uint32_t n_scales = rfi_kind_scales(rfi_kind_of(type));
-    const int few = m->n_cols <= k->n_few[q.expand || type == RF_TYPE_Q8_0 ? 2 : n_scales - 1];
-    if (few && k->quant[type].vector) q.expand = NULL; /* it takes them as they are stored */
-    if (q.expand) q.type = rfi_expansions[type].kind;
-    q.unit_bytes = q.n_blocks * rfi_types[type].block_bytes;
-    q.quant = &k->quant[q.type];
-    if (!few) rfi_matmul_panels(&q, m);
-    else rfi_matmul_vector(&q, m);
-}
-
 RFI_INLINE int rfi_is_expanded(uint32_t type) { return type >= RF_TYPE_COUNT; }
 /* Whether the values are signed when unpacked. */
 RFI_INLINE int rfi_is_signed(uint32_t type) {
@@ -12806,6 +12791,20 @@ RFI_INLINE uint32_t rfi_unit_bytes(uint32_t type) {
          : type == RF_TYPE_NVFP4 ? 4 * RFI_BYTES_NVFP4 : type == RF_TYPE_IQ4_XS ? RFI_BYTES_IQ4_XS
          : type == RF_TYPE_TQ2_0 ? RFI_BYTES_TQ2_0
          : (uint32_t)sizeof(rfi_expanded);
+}
+
+static void rfi_matmul_quant(const rfi_kernels *k, uint32_t type, const rfi_matmul *m) {
+    rfi_quant_matmul q = {.k = k, .type = type, .n_blocks = 256 / rfi_types[type].block_elements};
+    if (m->n_rows == 0 || m->n_cols == 0 || m->n_in == 0) return;
+    if (rfi_expansions[type].kind) q.expand = k->expander(type);
+    const uint32_t n_scales = rfi_kind_scales(rfi_kind_of(type));
+    const int few = m->n_cols <= k->n_few[q.expand || type == RF_TYPE_Q8_0 ? 2 : n_scales - 1];
+    if (few && k->quant[type].vector) q.expand = NULL; /* it takes them as they are stored */
+    if (q.expand) q.type = rfi_expansions[type].kind;
+    q.unit_bytes = q.n_blocks * rfi_types[type].block_bytes;
+    q.quant = &k->quant[q.type];
+    if (!few) rfi_matmul_panels(&q, m);
+    else rfi_matmul_vector(&q, m);
 }
 
 /* The functions of one type on one instruction set: static inline, so that what a table leaves out is not compiled. */
@@ -14963,8 +14962,8 @@ RFI_INLINE RFI_256 void rfi_avx2_unpack(uint32_t type, const rfi_rows *r, uint64
 
 /* What a tile is compiled for. */
 typedef struct rfi_256_case {
-    int vnni, is_signed; /* is_signed: the weights are                                                          */
-    int early;           /* weights of 5 or 6 bits: sums of their products fit in 16 bits only half way through */
+    int vnni, is_signed; /* is_signed: the weights are                                                      */
+    int early;           /* sums leave 16 bits half way through, too: weights of 5 or 6 bits need it        */
     rfi_kind kind;
 } rfi_256_case;
 
@@ -15084,8 +15083,8 @@ static void rfi_avx2_tile(const rfi_tile *t) {
         {rfi_256_tile_vnni_bias, rfi_256_tile_vnni_min, rfi_256_tile_vnni_halves, rfi_256_tile_vnni_halves_min,
          rfi_256_tile_vnni_signed, rfi_256_tile_vnni_signed_halves, rfi_256_tile_vnni_min}};
     const rfi_kind kind = rfi_kind_of(t->type);
-    const int five = t->type == RF_TYPE_Q5_1 || t->type == RF_TYPE_Q5_K;
-    tiles[t->extended][rfi_256_is_signed(t->type) ? 3 + rfi_kind_scales(kind) : five ? 6 : (uint32_t)kind](t);
+    const int early = kind == RFI_KIND_MIN && rfi_256_room(t->type) == 1;
+    tiles[t->extended][rfi_256_is_signed(t->type) ? 3 + rfi_kind_scales(kind) : early ? 6 : (uint32_t)kind](t);
 }
 
 RFI_INLINE RFI_256 __m256 rfi_256_load8(uint32_t type, const void *p, uint64_t i) {

@@ -12196,7 +12196,7 @@ struct rfk_decode_attention_args {
     uint32_t norm_type[2], n_heads, n_kv_heads, head_dim, n_rot, neox, n_cells;
     uint32_t q_stride, k_stride, v_stride, out_stride; /* from row to row */
     uint32_t n_shared;                            /* rows that share the grid's splits; 0: each has the same number */
-    uint32_t n_splits;                            /* of a row then, at most; a block takes every gridDim.y-th */
+    uint32_t n_splits;                            /* of a row, at most, unless rows share them */
     uint32_t group;                               /* queries of a KV head */
     uint32_t columns_log2, per_column;            /* of a KV head: 2^columns_log2 columns of the grid; their queries */
     uint32_t n_near;                              /* rows of up to so many positions have RFK_CLUSTER splits at most */
@@ -17475,10 +17475,11 @@ static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) 
     a.columns_log2 = rfk_decode_columns_log2(att, a.per_column);
     c.grid.x <<= a.columns_log2;
     /* More clusters than run at once would take a second round, for their blocks without positions, too. As many
-     * blocks as fit take several splits each instead. 8B on an H200, 16 rows: 3.91 -> 3.76 ms. */
+     * blocks as fit take several splits each instead: 8B on an H200, 16 rows: 3.91 -> 3.76 ms. Columns of one or two
+     * queries, which have kernels of their own, do not. */
     const uint32_t fit = RFK_DECODE_RESIDENT * p->dev->info.compute_units, columns = c.grid.x * c.grid.z;
     const int full = a.is_cluster && columns * c.grid.y > fit,
-              turns = full && RFK_HAS_CLUSTERS && p->cache_type == RF_CACHE_F16;
+              turns = full && a.per_column > 2 && p->cache_type == RF_CACHE_F16;
     if (full) a.is_cluster = 0;
     if (turns) c.grid.y = columns < fit ? fit / columns : 1;
     if (a.is_cluster) c.cluster = c.grid.y, c.shared_bytes = c.grid.y * RFK_DECODE_PARTS(a.per_column, att->head_dim);

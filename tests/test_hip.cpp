@@ -3175,6 +3175,8 @@ static void test_attention_of_rows() {
         {4, 1, 64, RF_CACHE_F16, false, false, 150, 16, 1, 20},
         {3, 1, 80, RF_CACHE_F16, true, false, 0, 6, 3, 10},
         {4, 1, 256, RF_CACHE_F16, true, false, 0, 12, 4, 9},
+        {2, 1, 64, RF_CACHE_F16, true, true, 0, 12, 1, 9}, /* two queries: not in turn */
+        {16, 4, 128, RF_CACHE_F16, true, true, 0, 16, 1, 33}, /* in turn on a GPU of 132 units, too */
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i += stride)
         for (uint32_t index = 0; index < devices.size(); index++) {
