@@ -12592,8 +12592,8 @@ static void rfi_rows_at(const rfi_kernels *k, const rfi_matmul *m, uint32_t i, u
 }
 
 /* To be called for each l below n while the unit at offset of n rows is read: prefetches as much of the next n rows,
- * which lie one behind the other, in the order of addresses. Memory is faster with one stream than with n of them: 35 GB/s
- * instead of 26 on Zen 3, for rows of 1.2 to 1.7 KB. */
+ * which lie one behind the other, in the order of addresses. Memory is faster with one stream than with n of them:
+ * 35 GB/s instead of 26 on Zen 3, for rows of 1.2 to 1.7 KB. */
 RFI_INLINE void rfi_prefetch_next(const rfi_rows *r, uint32_t n, uint64_t offset, uint32_t l, uint32_t unit_bytes) {
     if (r->next) rfi_prefetch(r->next + (uintptr_t)(n * offset) + l * unit_bytes, unit_bytes);
 }
@@ -14915,38 +14915,126 @@ RFI_INLINE RFI_256 void rfi_256_grid_vector(uint32_t type, const rfi_rows *r, ui
 RFI_GRID_TYPES(RFI_GRID_VECTOR)
 #undef RFI_GRID_VECTOR
 
-/* 8 rows of a unit's values, [pair][half][32] each, to groups from `at` of a panel. */
-static RFI_256 void rfi_256_interleave(uint32_t type, const uint8_t (*q)[256], uint32_t at, rfi_panel *p) {
-    for (uint32_t i = 0; i < 8; i++) { /* pair and half */
-        uint8_t *a = p->q + (at + rfi_256_group(type, i >> 1, 0)) * 256 + (i & 1) * 128;
-        uint8_t *b = p->q + (at + rfi_256_group(type, i >> 1, 1)) * 256 + (i & 1) * 128;
-        __m256i v[2][4]; /* [rows 0..3, 4..7][row, then element of a lane] */
+/* Words e of groups of a panel are stored here: the values 4e to 4e + 3 of each row. */
+RFI_INLINE RFI_256 void rfi_256_put(uint8_t *q, uint32_t group, uint32_t e, __m256i v) {
+    _mm256_store_si256((__m256i *)(void *)(q + group * 256 + e * 32), v);
+}
+
+/* Unpacks a unit of whole bytes. */
+RFI_INLINE RFI_256 void rfi_256_unpack_bytes(uint32_t type, const rfi_rows *r, uint64_t offset, uint8_t *q) {
+    for (uint32_t c = 0; c < 16; c++) {
+        __m256i v[4];
+        rfi_256_row_heads(r, offset + (type == RF_TYPE_Q8_0 ? c / 2 * RFI_BYTES_Q8_0 + 2 : c / 2 * 32) + c % 2 * 16, v);
+        RFI_UNROLL(4)
+        for (uint32_t k = 0; k < 4; k++) rfi_256_put(q, c / 2, c % 2 * 4 + k, v[k]);
+    }
+}
+
+/* Unpacks a unit of values of two bits. Q3_K has third bits, too. */
+RFI_INLINE RFI_256 void rfi_256_unpack_two_bits(uint32_t type, const rfi_rows *r, uint64_t offset, uint8_t *q) {
+    const uint64_t at = offset + (type == RF_TYPE_Q2_K   ? offsetof(rfi_block_q2_k, q)
+                                  : type == RF_TYPE_Q3_K ? offsetof(rfi_block_q3_k, q) : 0);
+    for (uint32_t c = 0; c < 2; c++) { /* 16 bytes of a half of 32 */
+        __m256i high[4];
+        if (type == RF_TYPE_Q3_K) rfi_256_row_heads(r, offset + offsetof(rfi_block_q3_k, high) + 16 * c, high);
         RFI_UNROLL(2)
-        for (int k = 0; k < 2; k++) {
+        for (uint32_t half = 0; half < 2; half++) {
+            __m256i v[4];
+            rfi_256_row_heads(r, at + half * 32 + c * 16, v);
             RFI_UNROLL(4)
-            for (int l = 0; l < 4; l++) v[k][l] = rfi_256_load(q[4 * k + l] + 32 * i);
-            rfi_256_transpose(v[k]);
+            for (uint32_t k = 0; k < 4; k++)
+                RFI_UNROLL(4)
+                for (uint32_t i = 0; i < 4; i++) {
+                    const int g = (int)(4 * half + i);
+                    __m256i w = _mm256_and_si256(_mm256_srli_epi16(v[k], (int)(2 * i)), _mm256_set1_epi8(3));
+                    if (type == RF_TYPE_Q3_K) {
+                        const __m256i bits = g < 2 ? _mm256_slli_epi16(high[k], 2 - g) : _mm256_srli_epi16(high[k], g - 2);
+                        w = _mm256_or_si256(w, _mm256_and_si256(bits, _mm256_set1_epi8(4)));
+                    }
+                    rfi_256_put(q, (uint32_t)g, c * 4 + k, w);
+                }
+        }
+    }
+}
+
+/* Unpacks a unit of Q4_K, Q5_K, Q6_K. */
+RFI_INLINE RFI_256 void rfi_256_unpack_k(uint32_t type, const rfi_rows *r, uint64_t offset, uint8_t *q) {
+    const __m256i low = _mm256_set1_epi8(15), fifth = _mm256_set1_epi8(0x10), sixth = _mm256_set1_epi8(0x30);
+    const uint64_t at = offset + (type == RF_TYPE_Q4_K ? 16 : type == RF_TYPE_Q5_K ? 48 : 0);
+    for (uint32_t c = 0; c < 2; c++) { /* 16 bytes of each 32 */
+        __m256i high[4];
+        if (type == RF_TYPE_Q5_K) rfi_256_row_heads(r, offset + 16 + 16 * c, high);
+        RFI_UNROLL(4)
+        for (uint32_t i = 0; i < 4; i++) {
+            __m256i v[4];
+            if (type == RF_TYPE_Q6_K && i % 2 == 0) rfi_256_row_heads(r, offset + 128 + i * 16 + c * 16, high);
+            rfi_256_row_heads(r, at + i * 32 + c * 16, v);
+            RFI_UNROLL(4)
+            for (uint32_t k = 0; k < 4; k++) {
+                __m256i a = _mm256_and_si256(v[k], low), b = _mm256_and_si256(_mm256_srli_epi16(v[k], 4), low);
+                const int g = (int)(2 * i), j = (int)(i % 2 * 2); /* Q6_K: two bits of bytes from bit j and j + 4 on */
+                if (type == RF_TYPE_Q5_K) {
+                    a = _mm256_or_si256(a, _mm256_and_si256(g < 4 ? _mm256_slli_epi16(high[k], 4 - g)
+                                                                  : _mm256_srli_epi16(high[k], g - 4), fifth));
+                    b = _mm256_or_si256(b, _mm256_and_si256(g < 3 ? _mm256_slli_epi16(high[k], 3 - g)
+                                                                  : _mm256_srli_epi16(high[k], g - 3), fifth));
+                } else if (type == RF_TYPE_Q6_K) {
+                    a = _mm256_or_si256(a, _mm256_and_si256(_mm256_slli_epi16(high[k], 4 - j), sixth));
+                    b = _mm256_or_si256(b, _mm256_and_si256(_mm256_srli_epi16(high[k], j), sixth));
+                }
+                const uint32_t group = type == RF_TYPE_Q6_K ? i / 2 * 4 + i % 2 : 2 * i;
+                rfi_256_put(q, group, c * 4 + k, a);
+                rfi_256_put(q, group + (type == RF_TYPE_Q6_K ? 2 : 1), c * 4 + k, b);
+            }
+        }
+    }
+}
+
+/* Unpacks a unit of groups of 16 bytes, two values each. */
+RFI_INLINE RFI_256 void rfi_256_unpack_halves(uint32_t type, const rfi_rows *r, uint64_t offset, uint8_t *q) {
+    const __m256i low = _mm256_set1_epi8(15), bits = _mm256_set1_epi64x((long long)0x8040201008040201u);
+    const int five = type == RF_TYPE_Q5_0 || type == RF_TYPE_Q5_1, nvfp4 = type == RF_TYPE_NVFP4;
+    const uint32_t head = rfi_kind_of(type) == RFI_KIND_MIN ? 4 : type == RF_TYPE_MXFP4 ? 1 : 2;
+    for (uint32_t g = 0; g < 8; g++) {
+        const uint64_t block = offset + g * (rfi_unit_bytes(type) / 8), at = block + head + (five ? 4 : 0);
+        __m256i v[4], high = low;
+        rfi_256_row_heads(r, type == RF_TYPE_IQ4_XS ? offset + offsetof(rfi_block_iq4_xs, q) + 16 * g
+                             : nvfp4 ? offset + g / 2 * RFI_BYTES_NVFP4 + offsetof(rfi_block_nvfp4, q) + g % 2 * 16
+                                     : at, v);
+        if (five) {
+            const __m128i a = rfi_256_words(r, block + head), b = rfi_256_words(r, block + head + 2);
+            high = _mm256_setr_m128i(_mm_unpacklo_epi16(a, b), _mm_unpackhi_epi16(a, b));
         }
         RFI_UNROLL(4)
-        for (int e = 0; e < 4; e++) {
-            _mm256_store_si256((__m256i *)(void *)(a + 32 * e), _mm256_permute2x128_si256(v[0][e], v[1][e], 0x20));
-            _mm256_store_si256((__m256i *)(void *)(b + 32 * e), _mm256_permute2x128_si256(v[0][e], v[1][e], 0x31));
+        for (uint32_t k = 0; k < 4; k++) {
+            __m256i w[2] = {_mm256_and_si256(v[k], low), _mm256_and_si256(_mm256_srli_epi16(v[k], 4), low)};
+            RFI_UNROLL(2)
+            for (uint32_t i = 0; i < 2; i++) {
+                if (five) { /* each byte tests its bit of qh */
+                    const uint32_t e = 4 * i + k;
+                    const __m256i byte = _mm256_shuffle_epi8(high, _mm256_broadcastsi128_si256(_mm_add_epi32(
+                                             _mm_set1_epi32((int)(e / 2 * 0x01010101)),
+                                             _mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c))));
+                    const __m256i bit = _mm256_shuffle_epi32(bits, e % 2 ? 0xf5 : 0xa0);
+                    const __m256i is_set = _mm256_cmpeq_epi8(_mm256_and_si256(byte, bit), bit);
+                    w[i] = _mm256_or_si256(w[i], _mm256_and_si256(is_set, _mm256_set1_epi8(16)));
+                } else if (rfi_has_codebook(type)) {
+                    w[i] = rfi_256_codes(type, w[i]);
+                }
+                rfi_256_put(q, g, nvfp4 ? k / 2 * 4 + k % 2 + 2 * i : 4 * i + k, w[i]);
+            }
         }
     }
 }
 
 RFI_INLINE RFI_256 void rfi_avx2_unpack(uint32_t type, const rfi_rows *r, uint64_t offset, uint32_t at, rfi_panel *p) {
-    _Alignas(32) uint8_t q[8][256];
     const uint32_t n_scales = rfi_kind_scales(rfi_kind_of(type));
-    for (int l = 0; l < 8; l++) {
-        for (uint32_t half = 0; half < 2; half++) {
-            __m256i v[4];
-            rfi_256_values(type, r->row[l] + offset, half, v);
-            RFI_UNROLL(4)
-            for (int i = 0; i < 4; i++) _mm256_store_si256((__m256i *)(void *)(q[l] + 128 * half + 32 * i), v[i]);
-        }
-    }
-    rfi_256_interleave(type, (const uint8_t (*)[256])q, at, p);
+    uint8_t *q = p->q + at * 256;
+    if (type == RF_TYPE_Q8_0 || rfi_is_expanded(type)) rfi_256_unpack_bytes(type, r, offset, q);
+    else if (type == RF_TYPE_Q2_K || type == RF_TYPE_Q3_K || type == RF_TYPE_TQ2_0)
+        rfi_256_unpack_two_bits(type, r, offset, q);
+    else if (type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K || type == RF_TYPE_Q6_K) rfi_256_unpack_k(type, r, offset, q);
+    else rfi_256_unpack_halves(type, r, offset, q);
     rfi_256_scales(type, r, offset, p->s + at * n_scales * 8, p->m + at * n_scales * 8);
 }
 
