@@ -12591,11 +12591,11 @@ static void rfi_rows_at(const rfi_kernels *k, const rfi_matmul *m, uint32_t i, u
     r->extended = k->extended;
 }
 
-/* To be called for each l below n while the unit at offset of n rows is read: prefetches as much of the next n rows,
- * which lie one behind the other, in the order of addresses. Memory is faster with one stream than with n of them:
- * 35 GB/s instead of 26 on Zen 3, for rows of 1.2 to 1.7 KB. */
-RFI_INLINE void rfi_prefetch_next(const rfi_rows *r, uint32_t n, uint64_t offset, uint32_t l, uint32_t unit_bytes) {
-    if (r->next) rfi_prefetch(r->next + (uintptr_t)(n * offset) + l * unit_bytes, unit_bytes);
+/* To be called for each part, of as many bytes, while the unit at offset of n rows is read: prefetches as much of the
+ * next n rows, which lie one behind the other, in the order of addresses. Memory is faster with one stream than with n of
+ * them: 35 GB/s instead of 26 on Zen 3, for rows of 1.2 to 1.7 KB. All at once would stall loads. */
+RFI_INLINE void rfi_prefetch_next(const rfi_rows *r, uint32_t n, uint64_t offset, uint32_t part, uint32_t bytes) {
+    if (r->next) rfi_prefetch(r->next + (uintptr_t)(n * offset) + part * bytes, bytes);
 }
 
 /* The blocks after the last whole unit, copied so that a whole unit can be read. */
@@ -12704,9 +12704,8 @@ static void rfi_panel_fill(const rfi_quant_matmul *q, const rfi_matmul *m, rfi_p
     if (!in_order) r.next = 0;
     for (uint32_t u = g; u < g_end; u += 8) {
         const uint64_t offset = (uint64_t)(u / 8) * q->unit_bytes;
-        for (uint32_t l = 0; l < q->k->n_lanes; l++)
-            if (!in_order) rfi_prefetch((uintptr_t)r.row[l] + offset + n_rows * m->row_bytes, q->unit_bytes);
-            else if (!q->expand) rfi_prefetch_next(&r, q->k->n_lanes, offset, l, q->unit_bytes);
+        for (uint32_t l = 0; !in_order && l < q->k->n_lanes; l++)
+            rfi_prefetch((uintptr_t)r.row[l] + offset + n_rows * m->row_bytes, q->unit_bytes);
         if (q->expand) {
             rfi_expanded_rows e;
             rfi_rows_expand(q, m, &r, u, &e);
@@ -13949,6 +13948,7 @@ RFI_INLINE RFI_512 void rfi_avx512_unpack(uint32_t type, const rfi_rows *r, uint
     for (int l = 0; l < 16; l++) {
         __m512i v[4];
         rfi_512_values(type, r->row[l] + offset, v);
+        rfi_prefetch_next(r, 16, offset, (uint32_t)l, rfi_unit_bytes(type));
         RFI_UNROLL(4)
         for (int i = 0; i < 4; i++) _mm512_store_si512(q[l] + 64 * i, v[i]);
     }
@@ -14701,32 +14701,41 @@ RFI_INLINE RFI_256 __m256i rfi_256_sum4(uint32_t type, const __m256i *t) {
     return room == 2 ? _mm256_madd_epi16(_mm256_add_epi16(even, odd), one) : _mm256_add_epi32(even, odd);
 }
 
-/* Adds up to 8 groups to the 8 rows of a column. sum: [pair][rows 0..3, 4..7][half]. */
-RFI_INLINE RFI_256 __m256 rfi_256_add_up(uint32_t type, uint32_t n_groups, const rfi_q8 *x, const float *s,
-                                         const float *m, __m256i (*sum)[2][2], __m256 y) {
+/* A unit of 8 rows: scales and mins, and for a column [pair][rows 0..3, 4..7][half] the sums of products. */
+typedef struct rfi_256_unit {
+    _Alignas(32) float s[16 * 8], m[16 * 8];
+    __m256i sum[RFI_FEW_COLS][4][2][2];
+} rfi_256_unit;
+
+/* Adds half a unit, or as much of it as n_groups has, to the 8 rows of column c. */
+RFI_INLINE RFI_256 __m256 rfi_256_add_up(uint32_t type, const rfi_256_unit *u, uint32_t c, uint32_t half,
+                                         uint32_t n_groups, const rfi_q8 *x, __m256 y) {
     const rfi_kind kind = rfi_kind_of(type);
     const uint32_t n_halves = rfi_kind_scales(kind);
     const int has_bias = !rfi_256_is_signed(type) && !rfi_kind_min(kind), shift = rfi_bias_shift(type);
-    __m256i isum[8][2]; /* [group][half] */
-    RFI_UNROLL(4)
-    for (uint32_t pair = 0; pair < 4; pair++)
+    __m256i isum[4][2]; /* [group][half of it] */
+    RFI_UNROLL(2)
+    for (uint32_t pair = 0; pair < 2; pair++)
         RFI_UNROLL(2)
         for (uint32_t h = 0; h < n_halves; h++) {
-            const __m256i a = sum[pair][0][h], b = sum[pair][1][h];
+            const __m256i a = u->sum[c][2 * half + pair][0][h], b = u->sum[c][2 * half + pair][1][h];
             isum[rfi_256_group(type, pair, 0)][h] = _mm256_permute2x128_si256(a, b, 0x20);
             isum[rfi_256_group(type, pair, 1)][h] = _mm256_permute2x128_si256(a, b, 0x31);
         }
-    for (uint32_t g = 0; g < 8 && g < n_groups; g++) {
+    RFI_UNROLL(4)
+    for (uint32_t i = 0; i < 4; i++) {
+        const uint32_t g = 4 * half + i;
+        if (g >= n_groups) break;
         const __m256 dx = _mm256_set1_ps(x[g].d);
         RFI_UNROLL(2)
         for (uint32_t h = 0; h < n_halves; h++) {
-            __m256i i = isum[g][h];
+            __m256i v = isum[i][h];
             const uint32_t at = (g * n_halves + h) * 8;
             const int32_t b = n_halves == 2 ? x[g].b16[h] : x[g].b;
-            if (has_bias) i = _mm256_add_epi32(i, _mm256_set1_epi32(b >> shift));
-            y = _mm256_fmadd_ps(_mm256_cvtepi32_ps(i), _mm256_mul_ps(_mm256_load_ps(s + at), dx), y);
+            if (has_bias) v = _mm256_add_epi32(v, _mm256_set1_epi32(b >> shift));
+            y = _mm256_fmadd_ps(_mm256_cvtepi32_ps(v), _mm256_mul_ps(_mm256_load_ps(u->s + at), dx), y);
             if (!rfi_kind_min(kind)) continue;
-            y = _mm256_fmadd_ps(_mm256_load_ps(m + at), _mm256_set1_ps(n_halves == 2 ? x[g].s16[h] : x[g].s), y);
+            y = _mm256_fmadd_ps(_mm256_load_ps(u->m + at), _mm256_set1_ps(n_halves == 2 ? x[g].s16[h] : x[g].s), y);
         }
     }
     return y;
@@ -14759,30 +14768,59 @@ RFI_INLINE RFI_256 void rfi_256_sums(uint32_t type, const rfi_rows *r, uint64_t 
     }
 }
 
+/* Inputs of a unit: [pair][half of a group]. */
+RFI_INLINE RFI_256 void rfi_256_inputs(uint32_t type, const rfi_q8 *x, __m256i (*q)[2]) {
+    RFI_UNROLL(4)
+    for (uint32_t pair = 0; pair < 4; pair++) {
+        const int8_t *a = x[rfi_256_group(type, pair, 0)].q, *b = x[rfi_256_group(type, pair, 1)].q;
+        q[pair][0] = rfi_256_pick(a, b), q[pair][1] = rfi_256_pick(a + 16, b + 16);
+    }
+}
+
+/* One column. Sums of a unit are added up between the products of the next: each addition waits for the one before. */
+RFI_INLINE RFI_256 void rfi_256_vector_alone(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x,
+                                             float *acc) {
+    rfi_256_unit unit[2];
+    __m256 y = _mm256_loadu_ps(acc);
+    uint32_t g0 = 0;
+    do {
+        const uint64_t offset = (uint64_t)(g0 / 8) * rfi_unit_bytes(type);
+        rfi_256_unit *u = &unit[g0 / 8 % 2], *before = &unit[1 - g0 / 8 % 2];
+        __m256i q[1][4][2];
+        rfi_256_inputs(type, x + g0, q[0]);
+        rfi_256_scales(type, r, offset, u->s, u->m);
+        RFI_UNROLL(2)
+        for (uint32_t i = 0; i < 2; i++) {
+            rfi_256_sums(type, r, offset, i, 1, q, u->sum);
+            if (g0) y = rfi_256_add_up(type, before, 0, i, 8, x + g0 - 8, y);
+        }
+        g0 += 8;
+    } while (g0 < n_groups);
+    g0 -= 8;
+    RFI_UNROLL(2)
+    for (uint32_t i = 0; i < 2; i++) y = rfi_256_add_up(type, &unit[g0 / 8 % 2], 0, i, n_groups - g0, x + g0, y);
+    _mm256_storeu_ps(acc, y);
+}
+
 RFI_INLINE RFI_256 void rfi_avx2_vector(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_columns *x,
                                         float *acc) {
-    _Alignas(32) float s[16 * 8], m[16 * 8];
-    __m256i sum[RFI_FEW_COLS][4][2][2], xq[RFI_FEW_COLS][4][2];
+    rfi_256_unit u;
+    __m256i q[RFI_FEW_COLS][4][2];
+    if (x->n == 1) {
+        rfi_256_vector_alone(type, r, n_groups, x->x, acc);
+        return;
+    }
     for (uint32_t g0 = 0; g0 < n_groups; g0 += 8) {
         const uint64_t offset = (uint64_t)(g0 / 8) * rfi_unit_bytes(type);
-        rfi_256_scales(type, r, offset, s, m);
-        for (uint32_t c = 0; c < x->n; c++)
-            RFI_UNROLL(4)
-            for (uint32_t pair = 0; pair < 4; pair++) {
-                const rfi_q8 *xc = x->x + c * x->stride + g0;
-                const int8_t *a = xc[rfi_256_group(type, pair, 0)].q, *b = xc[rfi_256_group(type, pair, 1)].q;
-                xq[c][pair][0] = rfi_256_pick(a, b), xq[c][pair][1] = rfi_256_pick(a + 16, b + 16);
-            }
-        for (uint32_t i = 0; i < 2; i++) {
-            if (x->n == 1) /* its products stay in registers */
-                rfi_256_sums(type, r, offset, i, 1, xq, sum);
-            else
-                rfi_256_sums(type, r, offset, i, x->n, xq, sum);
-        }
+        rfi_256_scales(type, r, offset, u.s, u.m);
+        for (uint32_t c = 0; c < x->n; c++) rfi_256_inputs(type, x->x + c * x->stride + g0, q[c]);
+        for (uint32_t i = 0; i < 2; i++) rfi_256_sums(type, r, offset, i, x->n, q, u.sum);
         for (uint32_t c = 0; c < x->n; c++) {
-            const rfi_q8 *xc = x->x + c * x->stride + g0;
-            const __m256 y = _mm256_loadu_ps(acc + c * 16);
-            _mm256_storeu_ps(acc + c * 16, rfi_256_add_up(type, n_groups - g0, xc, s, m, sum[c], y));
+            __m256 y = _mm256_loadu_ps(acc + c * 16);
+            RFI_UNROLL(2)
+            for (uint32_t i = 0; i < 2; i++)
+                y = rfi_256_add_up(type, &u, c, i, n_groups - g0, x->x + c * x->stride + g0, y);
+            _mm256_storeu_ps(acc + c * 16, y);
         }
     }
 }
@@ -14924,6 +14962,7 @@ RFI_INLINE RFI_256 void rfi_256_put(uint8_t *q, uint32_t group, uint32_t e, __m2
 RFI_INLINE RFI_256 void rfi_256_unpack_bytes(uint32_t type, const rfi_rows *r, uint64_t offset, uint8_t *q) {
     for (uint32_t c = 0; c < 16; c++) {
         __m256i v[4];
+        rfi_prefetch_next(r, 8, offset, c, rfi_unit_bytes(type) / 2);
         rfi_256_row_heads(r, offset + (type == RF_TYPE_Q8_0 ? c / 2 * RFI_BYTES_Q8_0 + 2 : c / 2 * 32) + c % 2 * 16, v);
         RFI_UNROLL(4)
         for (uint32_t k = 0; k < 4; k++) rfi_256_put(q, c / 2, c % 2 * 4 + k, v[k]);
@@ -14940,6 +14979,7 @@ RFI_INLINE RFI_256 void rfi_256_unpack_two_bits(uint32_t type, const rfi_rows *r
         RFI_UNROLL(2)
         for (uint32_t half = 0; half < 2; half++) {
             __m256i v[4];
+            rfi_prefetch_next(r, 8, offset, 2 * c + half, 2 * rfi_unit_bytes(type));
             rfi_256_row_heads(r, at + half * 32 + c * 16, v);
             RFI_UNROLL(4)
             for (uint32_t k = 0; k < 4; k++)
@@ -14948,7 +14988,8 @@ RFI_INLINE RFI_256 void rfi_256_unpack_two_bits(uint32_t type, const rfi_rows *r
                     const int g = (int)(4 * half + i);
                     __m256i w = _mm256_and_si256(_mm256_srli_epi16(v[k], (int)(2 * i)), _mm256_set1_epi8(3));
                     if (type == RF_TYPE_Q3_K) {
-                        const __m256i bits = g < 2 ? _mm256_slli_epi16(high[k], 2 - g) : _mm256_srli_epi16(high[k], g - 2);
+                        const __m256i bits = g < 2 ? _mm256_slli_epi16(high[k], 2 - g)
+                                                   : _mm256_srli_epi16(high[k], g - 2);
                         w = _mm256_or_si256(w, _mm256_and_si256(bits, _mm256_set1_epi8(4)));
                     }
                     rfi_256_put(q, (uint32_t)g, c * 4 + k, w);
@@ -14968,6 +15009,7 @@ RFI_INLINE RFI_256 void rfi_256_unpack_k(uint32_t type, const rfi_rows *r, uint6
         for (uint32_t i = 0; i < 4; i++) {
             __m256i v[4];
             if (type == RF_TYPE_Q6_K && i % 2 == 0) rfi_256_row_heads(r, offset + 128 + i * 16 + c * 16, high);
+            rfi_prefetch_next(r, 8, offset, 4 * c + i, rfi_unit_bytes(type));
             rfi_256_row_heads(r, at + i * 32 + c * 16, v);
             RFI_UNROLL(4)
             for (uint32_t k = 0; k < 4; k++) {
@@ -14992,12 +15034,13 @@ RFI_INLINE RFI_256 void rfi_256_unpack_k(uint32_t type, const rfi_rows *r, uint6
 
 /* Unpacks a unit of groups of 16 bytes, two values each. */
 RFI_INLINE RFI_256 void rfi_256_unpack_halves(uint32_t type, const rfi_rows *r, uint64_t offset, uint8_t *q) {
-    const __m256i low = _mm256_set1_epi8(15), bits = _mm256_set1_epi64x((long long)0x8040201008040201u);
+    const __m256i low = _mm256_set1_epi8(15);
     const int five = type == RF_TYPE_Q5_0 || type == RF_TYPE_Q5_1, nvfp4 = type == RF_TYPE_NVFP4;
     const uint32_t head = rfi_kind_of(type) == RFI_KIND_MIN ? 4 : type == RF_TYPE_MXFP4 ? 1 : 2;
     for (uint32_t g = 0; g < 8; g++) {
         const uint64_t block = offset + g * (rfi_unit_bytes(type) / 8), at = block + head + (five ? 4 : 0);
         __m256i v[4], high = low;
+        rfi_prefetch_next(r, 8, offset, g, rfi_unit_bytes(type));
         rfi_256_row_heads(r, type == RF_TYPE_IQ4_XS ? offset + offsetof(rfi_block_iq4_xs, q) + 16 * g
                              : nvfp4 ? offset + g / 2 * RFI_BYTES_NVFP4 + offsetof(rfi_block_nvfp4, q) + g % 2 * 16
                                      : at, v);
@@ -15015,7 +15058,7 @@ RFI_INLINE RFI_256 void rfi_256_unpack_halves(uint32_t type, const rfi_rows *r, 
                     const __m256i byte = _mm256_shuffle_epi8(high, _mm256_broadcastsi128_si256(_mm_add_epi32(
                                              _mm_set1_epi32((int)(e / 2 * 0x01010101)),
                                              _mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c))));
-                    const __m256i bit = _mm256_shuffle_epi32(bits, e % 2 ? 0xf5 : 0xa0);
+                    const __m256i bit = _mm256_set1_epi32(e % 2 ? (int)0x80402010u : 0x08040201);
                     const __m256i is_set = _mm256_cmpeq_epi8(_mm256_and_si256(byte, bit), bit);
                     w[i] = _mm256_or_si256(w[i], _mm256_and_si256(is_set, _mm256_set1_epi8(16)));
                 } else if (rfi_has_codebook(type)) {
@@ -15353,7 +15396,7 @@ static RFI_256 void rfi_avx2_dots_q(const rfi_dots *a) {
 }
 
 enum { RFI_LANES_avx2 = 8, RFI_PANELS_avx2 = 2, RFI_COLS_avx2 = 6, RFI_KEYS_avx2 = 16 };
-#define RFI_FEW_avx2 {4, 2, 6}
+#define RFI_FEW_avx2 {2, 1, 6}
 #if !defined(__clang__)
 #pragma GCC push_options
 #if defined(__OPTIMIZE__)
@@ -15491,6 +15534,7 @@ RFI_INLINE RFI_NEON void rfi_neon_unpack(uint32_t type, const rfi_rows *r, uint6
     const int mm = r->extended;
     for (uint32_t g = 0; g < 8; g++) {
         int8x16_t q[4][2];
+        rfi_prefetch_next(r, 4, offset, g, rfi_unit_bytes(type) / 2);
         RFI_UNROLL(4)
         for (int l = 0; l < 4; l++) rfi_neon_values(type, r->row[l] + offset, g, q[l]);
         for (uint32_t i = 0; i < 8 && mm; i++) { /* i: bits are half of the group, half of that, pair of rows */
