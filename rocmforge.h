@@ -12593,8 +12593,8 @@ static void rfi_rows_at(const rfi_kernels *k, const rfi_matmul *m, uint32_t i, u
     r->extended = k->extended;
 }
 
-/* To be called for each row l while its unit at offset is read: prefetches a unit of the same row n_units ahead, or past
- * the row's end of the one this lane reads next. */
+/* To be called for each row l while its unit at offset is read: prefetches a unit of the same row n_units ahead, or
+ * past the row's end of the one this lane reads next. */
 RFI_INLINE void rfi_prefetch_row(const rfi_rows *r, uint64_t offset, uint32_t l, uint32_t n_units, uint32_t bytes) {
     const uint64_t at = offset + n_units * bytes;
     const uintptr_t row = at < r->row_bytes ? (uintptr_t)r->row[l] : r->next + (l - 1ull) * r->row_bytes;
