@@ -12859,7 +12859,7 @@ static void rfi_matmul_quant(const rfi_kernels *k, uint32_t type, const rfi_matm
 /* Four rows times some columns; past the last row it is repeated. */
 struct rfi_float_tile {
     const uint8_t *row[4];
-    uintptr_t next;     /* where the rows read next begin, which lie one behind the other; 0: do not prefetch */
+    uint64_t ahead;     /* prefetch this many bytes ahead of the rows; 0: do not     */
     const float *x;
     uint64_t x_stride;
     uint32_t n;         /* values of a row           */
@@ -12876,6 +12876,7 @@ static void rfi_float_columns(void (*tile)(rfi_float_tile *), uint32_t value_byt
     t.n_cols = (uint32_t)rfi_min_u64(RFI_FLOAT_COLS, m->n_cols - j);
     t.x = m->x->f + j * m->x->f_stride + k0;
     t.x_stride = m->x->f_stride;
+    t.ahead = m->n_cols > 1 ? 0 : 4 * m->row_bytes; /* the next four rows */
     if (t.n_cols > 1 && i_end - i >= 32) { /* columns a power of two apart share cache sets */
         for (uint32_t c = 0; c < t.n_cols; c++)
             memcpy(packed + c * (RFI_FLOAT_CHUNK + 16), t.x + c * t.x_stride, t.n * sizeof(float));
@@ -12884,7 +12885,6 @@ static void rfi_float_columns(void (*tile)(rfi_float_tile *), uint32_t value_byt
     for (; i < i_end; i += 4) {
         for (uint32_t r = 0; r < 4; r++)
             t.row[r] = m->w + rfi_min_u64(i + r, m->n_rows - 1) * m->row_bytes + (uint64_t)k0 * value_bytes;
-        t.next = m->n_cols > 1 ? 0 : (uintptr_t)t.row[0] + 4 * m->row_bytes + (uintptr_t)3 * k0 * value_bytes;
         tile(&t);
         const uint32_t valid = (uint32_t)rfi_min_u64(4, m->n_rows - i);
         for (uint32_t c = 0; c < t.n_cols; c++) {
@@ -14194,9 +14194,11 @@ RFI_INLINE RFI_512 void rfi_512_float_step(uint32_t type, uint32_t n_cols, const
                                            uint32_t i, uint32_t n, __m512 (*sum)[4]) {
     const uint32_t value_bytes = type == RF_TYPE_F32 ? 4 : 2;
     __m512 w[4];
-    if (n_cols == 1 && t->next) rfi_prefetch(t->next + 4 * i * value_bytes, 4 * 16 * value_bytes);
     RFI_UNROLL(4)
-    for (int r = 0; r < 4; r++) w[r] = rfi_512_load(type, t->row[r], i, n);
+    for (int r = 0; r < 4; r++) {
+        w[r] = rfi_512_load(type, t->row[r], i, n);
+        if (n_cols == 1 && t->ahead) rfi_prefetch((uintptr_t)t->row[r] + t->ahead + i * value_bytes, 1);
+    }
     RFI_UNROLL(6)
     for (uint32_t c = 0; c < n_cols; c++) {
         const __m512 v = rfi_512_load(RF_TYPE_F32, x + c * t->x_stride, i, n);
@@ -15232,16 +15234,15 @@ RFI_INLINE RFI_256 void rfi_256_float_tile(uint32_t type, uint32_t n_cols, uint3
     for (uint32_t c = 0; c < n_cols; c++)
         RFI_UNROLL(4)
         for (int r = 0; r < 4; r++) sum[c][r] = _mm256_setzero_ps();
-    for (uint32_t i = 0; i < whole; i += 8) {
-        if (n_cols == 1 && t->next) rfi_prefetch(t->next + 4 * i * value_bytes, 4 * 8 * value_bytes);
+    for (uint32_t i = 0; i < whole; i += 8)
         RFI_UNROLL(4)
         for (int r = 0; r < 4; r++) {
             const __m256 w = rfi_256_load8(type, t->row[r], i);
+            if (n_cols == 1 && t->ahead) rfi_prefetch((uintptr_t)t->row[r] + t->ahead + i * value_bytes, 1);
             RFI_UNROLL(3)
             for (uint32_t c = 0; c < n_cols; c++)
                 sum[c][r] = _mm256_fmadd_ps(w, _mm256_loadu_ps(x + c * t->x_stride + i), sum[c][r]);
         }
-    }
     RFI_UNROLL(4)
     for (int r = 0; r < 4; r++) { /* the last values, in the first lanes */
         float w[8] = {0}, v[8] = {0};
@@ -15690,10 +15691,10 @@ RFI_INLINE RFI_NEON void rfi_neon_float_part(uint32_t type, uint32_t n_cols, uin
     for (uint32_t c = 0; c < n_cols; c++)
         RFI_UNROLL(4)
         for (int r = 0; r < 4; r++) sum[c][r][0] = sum[c][r][1] = vdupq_n_f32(0);
-    for (uint32_t i = 0; i < whole; i += 8) {
-        if (n_cols == 1 && t->next) rfi_prefetch(t->next + 4 * i * value_bytes, 4 * 8 * value_bytes);
+    for (uint32_t i = 0; i < whole; i += 8)
         RFI_UNROLL(4)
-        for (int r = 0; r < 4; r++)
+        for (int r = 0; r < 4; r++) {
+            if (n_cols == 1 && t->ahead) rfi_prefetch((uintptr_t)t->row[r] + t->ahead + i * value_bytes, 1);
             RFI_UNROLL(2)
             for (uint32_t h = 0; h < 2; h++) {
                 const float32x4_t w = rfi_neon_load(type, t->row[r], i + 4 * h);
