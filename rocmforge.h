@@ -14964,7 +14964,7 @@ RFI_INLINE RFI_256 void rfi_256_grid_vector(uint32_t type, const rfi_rows *r, ui
 RFI_GRID_TYPES(RFI_GRID_VECTOR)
 #undef RFI_GRID_VECTOR
 
-/* Words e of groups of a panel are stored here: the values 4e to 4e + 3 of each row. */
+/* Stores word e of a group of a panel: values 4e to 4e + 3 of each of 8 rows. */
 RFI_INLINE RFI_256 void rfi_256_put(uint8_t *q, uint32_t group, uint32_t e, __m256i v) {
     _mm256_store_si256((__m256i *)(void *)(q + group * 256 + e * 32), v);
 }
@@ -15043,8 +15043,8 @@ RFI_INLINE RFI_256 void rfi_256_unpack_k(uint32_t type, const rfi_rows *r, uint6
     }
 }
 
-/* Unpacks a unit of groups of 16 bytes, two values each. */
-RFI_INLINE RFI_256 void rfi_256_unpack_halves(uint32_t type, const rfi_rows *r, uint64_t offset, uint8_t *q) {
+/* Unpacks a unit of eight groups of 16 bytes, two values each. */
+RFI_INLINE RFI_256 void rfi_256_unpack_nibbles(uint32_t type, const rfi_rows *r, uint64_t offset, uint8_t *q) {
     const __m256i low = _mm256_set1_epi8(15);
     const int five = type == RF_TYPE_Q5_0 || type == RF_TYPE_Q5_1, nvfp4 = type == RF_TYPE_NVFP4;
     const uint32_t head = rfi_kind_of(type) == RFI_KIND_MIN ? 4 : type == RF_TYPE_MXFP4 ? 1 : 2;
@@ -15088,7 +15088,7 @@ RFI_INLINE RFI_256 void rfi_avx2_unpack(uint32_t type, const rfi_rows *r, uint64
     else if (type == RF_TYPE_Q2_K || type == RF_TYPE_Q3_K || type == RF_TYPE_TQ2_0)
         rfi_256_unpack_two_bits(type, r, offset, q);
     else if (type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K || type == RF_TYPE_Q6_K) rfi_256_unpack_k(type, r, offset, q);
-    else rfi_256_unpack_halves(type, r, offset, q);
+    else rfi_256_unpack_nibbles(type, r, offset, q);
     rfi_256_scales(type, r, offset, p->s + at * n_scales * 8, p->m + at * n_scales * 8);
 }
 
