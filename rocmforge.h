@@ -12602,7 +12602,7 @@ RFI_INLINE void rfi_prefetch_row(const rfi_rows *r, uint64_t offset, uint32_t l,
 }
 
 /* The same for the eight rows of AVX2 in the order of addresses. To be called for each part, of as many bytes: all at
- * once would stall loads. Decode on Zen 3 gains 10 to 36 %; the 16 rows of AVX-512 lose up to 13 % so on a Xeon. */
+ * once was slower. Decode on Zen 3 gains 10 to 36 %; the 16 rows of AVX-512 lose up to 13 % so on a Xeon. */
 RFI_INLINE void rfi_prefetch_next(const rfi_rows *r, uint64_t offset, uint32_t part, uint32_t bytes) {
     if (r->next) rfi_prefetch(r->next + (uintptr_t)(8 * offset) + part * bytes, bytes);
 }
@@ -15702,7 +15702,7 @@ RFI_INLINE RFI_NEON void rfi_neon_float_part(uint32_t type, uint32_t n_cols, uin
                 for (uint32_t c = 0; c < n_cols; c++)
                     sum[c][r][h] = vfmaq_f32(sum[c][r][h], w, vld1q_f32(t->x + (first + c) * t->x_stride + i + 4 * h));
             }
-    }
+        }
     RFI_UNROLL(8)
     for (uint32_t c = 0; c < n_cols; c++) {
         const float *x = t->x + (first + c) * t->x_stride;
