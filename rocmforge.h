@@ -12048,8 +12048,7 @@ typedef struct rfi_kernels {
     void (*quantize)(const float *x, uint32_t n_in, rfi_q8 *out);
     /* Matmuls: rfi_matmul_run. Row counts that are multiples of n_lanes * n_panels waste nothing. */
     uint32_t n_lanes, n_panels, n_cols; /* rows of a panel; panels and columns of a tile at most */
-    uint32_t n_few[3]; /* columns up to which vectors beat panels, by measurement: of types with one scale a group, with
-                        * two, and of eight bits or expanded */
+    uint32_t n_few, n_few_grid;         /* columns up to which vectors beat panels, by measurement; of RFI_GRID_TYPES */
     int extended;                       /* may use VNNI (AVX2) or I8MM (NEON)                    */
     rfi_quant quant[RFI_TYPE_EXPANDED_MIN + 1];
     void (*tile)(const rfi_tile *t);
@@ -12601,10 +12600,11 @@ RFI_INLINE void rfi_prefetch_row(const rfi_rows *r, uint64_t offset, uint32_t l,
     if (r->next) rfi_prefetch(row + (uintptr_t)at, bytes);
 }
 
-/* The same for the eight rows of AVX2 in the order of addresses. To be called for each part, of as many bytes: all at
- * once was slower. Decode on Zen 3 gains 10 to 36 %; the 16 rows of AVX-512 lose up to 13 % so on a Xeon. */
-RFI_INLINE void rfi_prefetch_next(const rfi_rows *r, uint64_t offset, uint32_t part, uint32_t bytes) {
-    if (r->next) rfi_prefetch(r->next + (uintptr_t)(8 * offset) + part * bytes, bytes);
+/* Prefetches a part, of as many bytes, of what begins at next: AVX2's next eight rows in the order of addresses. 0:
+ * nothing. All parts at once were slower. Decode on Zen 3 gains 10 to 36 %; the 16 rows of AVX-512 lose up to 13 % so
+ * on a Xeon. */
+RFI_INLINE void rfi_prefetch_part(uintptr_t next, uint32_t part, uint32_t bytes) {
+    if (next) rfi_prefetch(next + part * bytes, bytes);
 }
 
 /* The blocks after the last whole unit, copied so that a whole unit can be read. */
@@ -12805,9 +12805,9 @@ static void rfi_matmul_quant(const rfi_kernels *k, uint32_t type, const rfi_matm
     rfi_quant_matmul q = {.k = k, .type = type, .n_blocks = 256 / rfi_types[type].block_elements};
     if (m->n_rows == 0 || m->n_cols == 0 || m->n_in == 0) return;
     if (rfi_expansions[type].kind) q.expand = k->expander(type);
-    const uint32_t n_scales = rfi_kind_scales(rfi_kind_of(type));
-    const int few = m->n_cols <= k->n_few[q.expand || type == RF_TYPE_Q8_0 ? 2 : n_scales - 1];
-    if (few && k->quant[type].vector) q.expand = NULL; /* it takes them as they are stored */
+    const int is_grid = q.expand && k->quant[type].vector;
+    const int few = m->n_cols <= (is_grid ? k->n_few_grid : k->n_few);
+    if (few && is_grid) q.expand = NULL; /* it takes them as they are stored */
     if (q.expand) q.type = rfi_expansions[type].kind;
     q.unit_bytes = q.n_blocks * rfi_types[type].block_bytes;
     q.quant = &k->quant[q.type];
@@ -12923,6 +12923,7 @@ static void rfi_matmul_float(void (*tile)(rfi_float_tile *), uint32_t value_byte
 #define RFI_KERNELS(isa, elementwise)                                                                                 \
     .n_lanes = RFI_LANES_##isa, .n_panels = RFI_PANELS_##isa, .n_cols = RFI_COLS_##isa,                               \
     .n_few = RFI_FEW_##isa,                                                                                           \
+    .n_few_grid = RFI_FEW_GRID_##isa,                                                                                 \
     .quant = {RFI_QUANT_TYPES(RFI_QUANT_ENTRY, isa, ) RFI_FEW_TYPES_##isa(RFI_FEW_ENTRY_##isa)},                      \
     .tile = rfi_##isa##_tile, .expander = rfi_##isa##_expander,                                                       \
     .float_tile = {[RF_TYPE_F32] = rfi_##isa##_tile_F32,                                                              \
@@ -13088,8 +13089,8 @@ RFI_INLINE void rfi_scalar_dots_q(const rfi_dots *a) {
 
 static rfi_expand_fn rfi_scalar_expander(uint32_t type) { return rfi_expansions[type].expand; }
 
-enum { RFI_LANES_scalar = 1, RFI_PANELS_scalar = 1, RFI_COLS_scalar = 8, RFI_KEYS_scalar = 16 };
-#define RFI_FEW_scalar {1, 1, 1}
+enum { RFI_LANES_scalar = 1, RFI_PANELS_scalar = 1, RFI_COLS_scalar = 8, RFI_KEYS_scalar = 16,
+       RFI_FEW_scalar = 1, RFI_FEW_GRID_scalar = 0 };
 #define RFI_NO_TARGET
 RFI_ELEMENTWISE(scalar, RFI_NO_TARGET)
 RFI_KERNELS_OF(scalar, RFI_NO_TARGET)
@@ -14343,16 +14344,17 @@ static RFI_512 void rfi_avx512_dots_q(const rfi_dots *a) {
     for (; c < a->n_cols; c++) rfi_512_dots_q(1, a, c);
 }
 
-enum { RFI_LANES_avx512 = 16, RFI_PANELS_avx512 = 2, RFI_COLS_avx512 = 6, RFI_KEYS_avx512 = 32 };
-#define RFI_FEW_avx512 {8, 8, 8}
+enum { RFI_LANES_avx512 = 16, RFI_PANELS_avx512 = 2, RFI_COLS_avx512 = 6, RFI_KEYS_avx512 = 32,
+       RFI_FEW_avx512 = 8, RFI_FEW_GRID_avx512 = 8 };
 RFI_KERNELS_OF(avx512, RFI_512)
 
 /* ---- AVX2 with FMA and F16C: 8 rows at once ---- */
 
-/* Loads 16 bytes from each of two addresses. */
+/* Loads 16 bytes from each of two addresses. An insert from memory would take Zen 3 a cycle; two loads and a blend take
+ * less. */
 RFI_INLINE RFI_256 __m256i rfi_256_pick(const void *a, const void *b) {
-    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)a)),
-                                   _mm_loadu_si128((const __m128i *)b), 1);
+    const __m256i low = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)a));
+    return _mm256_blend_epi32(low, _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)b)), 0xf0);
 }
 
 /* 4x4 transpose of the 32-bit elements of each 128-bit lane. */
@@ -14361,14 +14363,6 @@ RFI_INLINE RFI_256 void rfi_256_transpose(__m256i *v) {
     const __m256i c = _mm256_unpackhi_epi32(v[0], v[1]), d = _mm256_unpackhi_epi32(v[2], v[3]);
     v[0] = _mm256_unpacklo_epi64(a, b), v[1] = _mm256_unpackhi_epi64(a, b);
     v[2] = _mm256_unpacklo_epi64(c, d), v[3] = _mm256_unpackhi_epi64(c, d);
-}
-
-/* The two groups of a pair; pairs 0 to 3 make a unit. */
-RFI_INLINE uint32_t rfi_256_group(uint32_t type, uint32_t pair, uint32_t second) {
-    if (type == RF_TYPE_Q6_K || type == RF_TYPE_IQ4_XS || type == RF_TYPE_NVFP4 || rfi_has_pairs(type) ||
-        rfi_is_expanded(type))
-        return pair * 2 + second;
-    return (pair & 2) * 2 + (pair & 1) + second * 2;
 }
 
 /* Whether a type's values are signed here. */
@@ -14383,123 +14377,6 @@ RFI_INLINE RFI_256 __m256i rfi_256_codes(uint32_t type, __m256i v) {
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(list), v);
 }
 
-RFI_INLINE RFI_256 __m256i rfi_256_twice(const void *p) { return _mm256_broadcastsi128_si256(rfi_128_load(p)); }
-
-/* 32-bit elements of the low and of the high lane, shifted: left by a and b. */
-RFI_INLINE RFI_256 __m256i rfi_256_left(__m256i v, int a, int b) {
-    return _mm256_sllv_epi32(v, _mm256_set_epi32(b, b, b, b, a, a, a, a));
-}
-RFI_INLINE RFI_256 __m256i rfi_256_right(__m256i v, int a, int b) {
-    return _mm256_srlv_epi32(v, _mm256_set_epi32(b, b, b, b, a, a, a, a));
-}
-
-/* Values of two bits of half a unit, as rfi_256_values; high: third bits, or NULL. */
-RFI_INLINE RFI_256 void rfi_256_two_bit_values(const uint8_t *p, const uint8_t *high, uint32_t half, __m256i *q) {
-    const __m256i two = _mm256_set1_epi8(3), third = _mm256_set1_epi8(4);
-    RFI_UNROLL(2)
-    for (int i = 0; i < 2; i++) {
-        const __m256i v = rfi_256_twice(p + half * 32 + 16 * i);
-        q[i] = _mm256_and_si256(rfi_256_right(v, 0, 2), two);
-        q[2 + i] = _mm256_and_si256(rfi_256_right(v, 4, 6), two);
-        if (!high) continue;
-        const __m256i bits = _mm256_srl_epi32(rfi_256_twice(high + 16 * i), _mm_cvtsi32_si128((int)half * 4));
-        q[i] = _mm256_or_si256(q[i], _mm256_and_si256(rfi_256_left(bits, 2, 1), third));
-        q[2 + i] = _mm256_or_si256(q[2 + i], _mm256_and_si256(rfi_256_right(bits, 0, 1), third));
-    }
-}
-
-/* Values of Q4_K, Q5_K, Q6_K, as rfi_256_values. */
-RFI_INLINE RFI_256 void rfi_256_k_values(uint32_t type, const uint8_t *p, uint32_t half, __m256i *q) {
-    const __m256i low = _mm256_set1_epi8(15), fifth = _mm256_set1_epi8(0x10), sixth = _mm256_set1_epi8(0x30);
-    const uint8_t *nibbles = p + (type == RF_TYPE_Q4_K ? 16 : type == RF_TYPE_Q5_K ? 48 : 0) + half * 64;
-    RFI_UNROLL(2)
-    for (int i = 0; i < 2; i++) {
-        const __m256i v = rfi_256_pick(nibbles + 16 * i, nibbles + 32 + 16 * i);
-        q[i] = _mm256_and_si256(v, low), q[2 + i] = _mm256_and_si256(_mm256_srli_epi16(v, 4), low);
-        if (type == RF_TYPE_Q5_K) { /* group g: bit g */
-            const __m256i bits = _mm256_srl_epi32(rfi_256_twice(p + 16 + 16 * i), _mm_cvtsi32_si128((int)half * 4));
-            q[i] = _mm256_or_si256(q[i], _mm256_and_si256(rfi_256_left(bits, 4, 2), fifth));
-            q[2 + i] = _mm256_or_si256(q[2 + i], _mm256_and_si256(rfi_256_left(bits, 3, 1), fifth));
-        } else if (type == RF_TYPE_Q6_K) {
-            const __m256i bits = rfi_256_twice(p + 128 + half * 32 + 16 * i);
-            q[i] = _mm256_or_si256(q[i], _mm256_and_si256(rfi_256_left(bits, 4, 2), sixth));
-            q[2 + i] = _mm256_or_si256(q[2 + i], _mm256_and_si256(rfi_256_right(bits, 0, 2), sixth));
-        }
-    }
-}
-
-/* Values of a pair of a type of codes: q[0] the first 16 of both groups, q[1] the second 16. */
-RFI_INLINE RFI_256 void rfi_256_code_values(uint32_t type, const uint8_t *b0, const uint8_t *b1, __m256i *q) {
-    const __m256i low = _mm256_set1_epi8(15);
-    const __m256i v = rfi_256_pick(b0, b1);
-    const __m256i a = _mm256_and_si256(v, low), b = _mm256_and_si256(_mm256_srli_epi16(v, 4), low);
-    const int split = type == RF_TYPE_NVFP4; /* of eight bytes, 16 values */
-    q[0] = rfi_256_codes(type, split ? _mm256_unpacklo_epi64(a, b) : a);
-    q[1] = rfi_256_codes(type, split ? _mm256_unpackhi_epi64(a, b) : b);
-}
-
-/* Values of a pair of blocks of 32. */
-RFI_INLINE RFI_256 void rfi_256_block_values(uint32_t type, const uint8_t *b0, const uint8_t *b1, __m256i *q) {
-    const __m256i low = _mm256_set1_epi8(15);
-    const int five = type == RF_TYPE_Q5_0 || type == RF_TYPE_Q5_1;
-    const uint32_t head = rfi_kind_of(type) == RFI_KIND_MIN ? 4 : type == RF_TYPE_MXFP4 ? 1 : 2;
-    const uint32_t at = head + (five ? 4 : 0);
-    if (type == RF_TYPE_Q8_0) {
-        q[0] = rfi_256_pick(b0 + at, b1 + at), q[1] = rfi_256_pick(b0 + at + 16, b1 + at + 16);
-        return;
-    }
-    if (rfi_has_codebook(type)) {
-        rfi_256_code_values(type, b0 + at, b1 + at, q);
-        return;
-    }
-    const __m256i v = rfi_256_pick(b0 + at, b1 + at);
-    q[0] = _mm256_and_si256(v, low), q[1] = _mm256_and_si256(_mm256_srli_epi16(v, 4), low);
-    if (!five) return;
-    /* each byte tests its bit of qh */
-    const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201u), sixteen = _mm256_set1_epi8(16);
-    const __m256i qh = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_set1_epi32((int)rfi_load_u32(b0 + head))),
-                                               _mm_set1_epi32((int)rfi_load_u32(b1 + head)), 1);
-    RFI_UNROLL(2)
-    for (int i = 0; i < 2; i++) {
-        const __m256i byte = _mm256_add_epi8(_mm256_set1_epi8((char)(2 * i)),
-                                             _mm256_broadcastsi128_si256(_mm_set_epi64x(0x0101010101010101, 0)));
-        const __m256i mine = _mm256_and_si256(_mm256_shuffle_epi8(qh, byte), bit);
-        q[i] = _mm256_or_si256(q[i], _mm256_and_si256(_mm256_cmpeq_epi8(mine, bit), sixteen));
-    }
-}
-
-/* Values of half a unit, two pairs: q[2 * odd] the first 16 of both groups of a pair, q[2 * odd + 1] the second 16.
- * Unsigned, but for rfi_256_is_signed. */
-RFI_INLINE RFI_256 void rfi_256_values(uint32_t type, const uint8_t *p, uint32_t half, __m256i *q) {
-    if (type == RF_TYPE_Q2_K) {
-        rfi_256_two_bit_values(((const rfi_block_q2_k *)p)->q, NULL, half, q);
-    } else if (type == RF_TYPE_TQ2_0) {
-        rfi_256_two_bit_values(p, NULL, half, q);
-    } else if (type == RF_TYPE_Q3_K) {
-        rfi_256_two_bit_values(((const rfi_block_q3_k *)p)->q, ((const rfi_block_q3_k *)p)->high, half, q);
-    } else if (type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K || type == RF_TYPE_Q6_K) {
-        rfi_256_k_values(type, p, half, q);
-    } else {
-        const uint32_t step = rfi_unit_bytes(type) / 8;
-        RFI_UNROLL(2)
-        for (uint32_t odd = 0; odd < 2; odd++) {
-            const uint32_t pair = 2 * half + odd;
-            const uint8_t *b = type == RF_TYPE_IQ4_XS ? ((const rfi_block_iq4_xs *)p)->q + 32 * pair
-                             : type == RF_TYPE_NVFP4  ? ((const rfi_block_nvfp4 *)p)[pair].q : p + 64 * pair;
-            if (rfi_is_expanded(type)) {
-                const __m256i first = rfi_256_load(b), second = rfi_256_load(b + 32);
-                q[2 * odd] = _mm256_permute2x128_si256(first, second, 0x20);
-                q[2 * odd + 1] = _mm256_permute2x128_si256(first, second, 0x31);
-            } else if (type == RF_TYPE_IQ4_XS || type == RF_TYPE_NVFP4) {
-                rfi_256_code_values(type, b, b + 16, q + 2 * odd);
-            } else {
-                rfi_256_block_values(type, p + rfi_256_group(type, pair, 0) * step,
-                                     p + rfi_256_group(type, pair, 1) * step, q + 2 * odd);
-            }
-        }
-    }
-}
-
 /* 16 bytes of each row as 4 vectors of 32-bit elements, lane = row. */
 RFI_INLINE RFI_256 void rfi_256_row_heads(const rfi_rows *r, uint64_t offset, __m256i *head) {
     RFI_UNROLL(4)
@@ -14507,12 +14384,22 @@ RFI_INLINE RFI_256 void rfi_256_row_heads(const rfi_rows *r, uint64_t offset, __
     rfi_256_transpose(head);
 }
 
-/* 16 bits of each row. */
-RFI_INLINE RFI_256 __m128i rfi_256_words(const rfi_rows *r, uint64_t offset) {
-    const uint8_t *b[8];
-    RFI_UNROLL(8)
-    for (int l = 0; l < 8; l++) b[l] = r->row[l] + offset;
-    return rfi_256_heads(b);
+/* The same, shifted right by n bits. */
+RFI_INLINE RFI_256 void rfi_256_bits(const rfi_rows *r, uint64_t offset, uint32_t n, __m256i *head) {
+    rfi_256_row_heads(r, offset, head);
+    RFI_UNROLL(4)
+    for (int i = 0; i < 4; i++) head[i] = _mm256_srl_epi16(head[i], _mm_cvtsi32_si128((int)n));
+}
+
+/* Two words of 16 bits of each row. */
+RFI_INLINE RFI_256 void rfi_256_words(const rfi_rows *r, uint64_t offset, __m128i *word) {
+    __m128i v[4]; /* of two rows: both first words, both second ones */
+    RFI_UNROLL(4)
+    for (int i = 0; i < 4; i++)
+        v[i] = _mm_unpacklo_epi16(_mm_cvtsi32_si128((int)rfi_load_u32(r->row[2 * i] + offset)),
+                                  _mm_cvtsi32_si128((int)rfi_load_u32(r->row[2 * i + 1] + offset)));
+    const __m128i a = _mm_unpacklo_epi32(v[0], v[1]), b = _mm_unpacklo_epi32(v[2], v[3]);
+    word[0] = _mm_unpacklo_epi64(a, b), word[1] = _mm_unpackhi_epi64(a, b);
 }
 
 /* The low halves of 32-bit elements, converted from half precision. */
@@ -14533,9 +14420,9 @@ RFI_INLINE RFI_256 __m256 rfi_256_times_signed(__m256i v, uint32_t k, __m256 d) 
 
 RFI_INLINE RFI_256 void rfi_256_q2_k_scales(const rfi_rows *r, uint64_t offset, float *s, float *m) {
     const __m256i four = _mm256_set1_epi32(0x0f0f0f0f);
-    const uint64_t at = offset + offsetof(rfi_block_q2_k, d);
-    const __m256 d = _mm256_cvtph_ps(rfi_256_words(r, at));
-    const __m256 dmin = _mm256_sub_ps(_mm256_setzero_ps(), _mm256_cvtph_ps(rfi_256_words(r, at + 2)));
+    __m128i both[2];
+    rfi_256_words(r, offset + offsetof(rfi_block_q2_k, d), both);
+    const __m256 d = _mm256_cvtph_ps(both[0]), dmin = _mm256_sub_ps(_mm256_setzero_ps(), _mm256_cvtph_ps(both[1]));
     __m256i head[4];
     rfi_256_row_heads(r, offset, head);
     RFI_UNROLL(4)
@@ -14584,9 +14471,11 @@ RFI_INLINE RFI_256 void rfi_256_iq4_xs_scales(const rfi_rows *r, uint64_t offset
 
 /* As rfi_512_nvfp4_scales. */
 RFI_INLINE RFI_256 void rfi_256_nvfp4_scales(const rfi_rows *r, uint64_t offset, float *s) {
+    __m128i words[2] = {0};
     RFI_UNROLL(8)
     for (uint32_t i = 0; i < 8; i++) { /* two scales */
-        const __m128i v = rfi_256_words(r, offset + i / 2 * RFI_BYTES_NVFP4 + i % 2 * 2);
+        if (i % 2 == 0) rfi_256_words(r, offset + i / 2 * RFI_BYTES_NVFP4, words);
+        const __m128i v = words[i % 2];
         const __m128i is_nan = _mm_cmpeq_epi8(v, _mm_set1_epi8(127));
         const __m128i bits = _mm_andnot_si128(is_nan, _mm_and_si128(v, _mm_set1_epi8(127)));
         const __m128i first = _mm_slli_epi16(_mm_and_si128(bits, _mm_set1_epi16(127)), 7);
@@ -14619,6 +14508,7 @@ RFI_INLINE RFI_256 void rfi_256_k_scales(const rfi_rows *r, uint64_t offset, flo
 /* As rfi_512_scales. */
 RFI_INLINE RFI_256 void rfi_256_scales(uint32_t type, const rfi_rows *r, uint64_t offset, float *s, float *m) {
     __m256i head[4];
+    __m128i word[2];
     if (rfi_is_expanded(type)) {
         const uint32_t n = 2 * rfi_kind_scales(rfi_kind_of(type));
         RFI_UNROLL(4)
@@ -14628,7 +14518,8 @@ RFI_INLINE RFI_256 void rfi_256_scales(uint32_t type, const rfi_rows *r, uint64_
             for (uint32_t j = 0; j < 4; j++) rfi_256_store(s + i * 32 + j * 8, head[j]);
         }
     } else if (type == RF_TYPE_Q6_K) {
-        const __m256 d = _mm256_mul_ps(_mm256_cvtph_ps(rfi_256_words(r, offset + 208)), _mm256_set1_ps(0x1p-24f));
+        rfi_256_words(r, offset + 206, word);
+        const __m256 d = _mm256_mul_ps(_mm256_cvtph_ps(word[1]), _mm256_set1_ps(0x1p-24f));
         rfi_256_row_heads(r, offset + 192, head);
         RFI_UNROLL(16)
         for (uint32_t i = 0; i < 16; i++) _mm256_storeu_ps(s + i * 8, rfi_256_times_signed(head[i / 4], i % 4, d));
@@ -14643,17 +14534,16 @@ RFI_INLINE RFI_256 void rfi_256_scales(uint32_t type, const rfi_rows *r, uint64_
     } else if (type == RF_TYPE_NVFP4) {
         rfi_256_nvfp4_scales(r, offset, s);
     } else if (type == RF_TYPE_TQ2_0) {
-        const __m256 d = _mm256_cvtph_ps(rfi_256_words(r, offset + offsetof(rfi_block_tq2_0, d)));
+        rfi_256_words(r, offset + offsetof(rfi_block_tq2_0, d) - 2, word);
+        const __m256 d = _mm256_cvtph_ps(word[1]);
         RFI_UNROLL(8)
         for (uint32_t g = 0; g < 8; g++) _mm256_storeu_ps(s + g * 8, d);
     } else {
         for (uint32_t g = 0; g < 8; g++) {
-            const uint64_t at = offset + g * (rfi_unit_bytes(type) / 8);
-            const __m128i d = rfi_256_words(r, at);
-            if (type == RF_TYPE_MXFP4) rfi_256_mxfp4_scales(d, s + g * 8);
-            else _mm256_storeu_ps(s + g * 8, _mm256_cvtph_ps(d));
-            if (rfi_kind_of(type) == RFI_KIND_MIN)
-                _mm256_storeu_ps(m + g * 8, _mm256_cvtph_ps(rfi_256_words(r, at + 2)));
+            rfi_256_words(r, offset + g * (rfi_unit_bytes(type) / 8), word);
+            if (type == RF_TYPE_MXFP4) rfi_256_mxfp4_scales(word[0], s + g * 8);
+            else _mm256_storeu_ps(s + g * 8, _mm256_cvtph_ps(word[0]));
+            if (rfi_kind_of(type) == RFI_KIND_MIN) _mm256_storeu_ps(m + g * 8, _mm256_cvtph_ps(word[1]));
         }
     }
 }
@@ -14673,168 +14563,6 @@ RFI_INLINE RFI_256 void rfi_256_scales(uint32_t type, const rfi_rows *r, uint64_
 #define RFI_HAS_VNNI 0
 #define rfi_256_vnni(sum, a, x) (void)(a), (void)(x)
 #endif
-
-/* How often 16-bit sums of products of pairs of weights may be doubled in 16 bits; 0: not at all. */
-RFI_INLINE uint32_t rfi_256_room(uint32_t type) {
-    if (rfi_256_is_signed(type)) return 0; /* 128 * 127 * 2 */
-    return type == RF_TYPE_Q5_0 || type == RF_TYPE_Q5_1 || type == RF_TYPE_Q5_K || type == RF_TYPE_Q6_K ||
-           type == RF_TYPE_MXFP4 ? 1 : 2; /* 31 * 127 * 2 twice, 63 * 127 * 2 once; NVFP4: 28 * 127 * 2 once */
-}
-
-/* Products of q[0], and q[1] unless alone, with x: pairs of them in 16 bits, or fours in 32 where there is no room. */
-RFI_INLINE RFI_256 __m256i rfi_256_products(uint32_t type, int alone, const __m256i *q, const __m256i *x) {
-    const __m256i one = _mm256_set1_epi16(1);
-    if (rfi_256_room(type)) {
-        const __m256i first = _mm256_maddubs_epi16(q[0], x[0]);
-        return alone ? first : _mm256_add_epi16(first, _mm256_maddubs_epi16(q[1], x[1]));
-    }
-    const __m256i first = _mm256_maddubs_epi16(_mm256_abs_epi8(q[0]), _mm256_sign_epi8(x[0], q[0]));
-    if (alone) return _mm256_madd_epi16(first, one);
-    const __m256i second = _mm256_maddubs_epi16(_mm256_abs_epi8(q[1]), _mm256_sign_epi8(x[1], q[1]));
-    return _mm256_add_epi32(_mm256_madd_epi16(first, one), _mm256_madd_epi16(second, one));
-}
-
-/* In each 128-bit lane: the sums of the products of four rows. */
-RFI_INLINE RFI_256 __m256i rfi_256_sum4(uint32_t type, const __m256i *t) {
-    const uint32_t room = rfi_256_room(type);
-    const __m256i one = _mm256_set1_epi16(1);
-    __m256i two[2];
-    RFI_UNROLL(2)
-    for (int i = 0; i < 2; i++) {
-        const __m256i a = t[2 * i], b = t[2 * i + 1];
-        two[i] = room ? _mm256_add_epi16(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b))
-                      : _mm256_add_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
-        if (room == 1) two[i] = _mm256_madd_epi16(two[i], one);
-    }
-    const __m256 a = _mm256_castsi256_ps(two[0]), b = _mm256_castsi256_ps(two[1]);
-    const __m256i even = _mm256_castps_si256(_mm256_shuffle_ps(a, b, 0x88));
-    const __m256i odd = _mm256_castps_si256(_mm256_shuffle_ps(a, b, 0xdd));
-    return room == 2 ? _mm256_madd_epi16(_mm256_add_epi16(even, odd), one) : _mm256_add_epi32(even, odd);
-}
-
-/* A unit of 8 rows: scales and mins, and for a column [pair][rows 0..3, 4..7][half] the sums of products. */
-typedef struct rfi_256_unit {
-    _Alignas(32) float s[16 * 8], m[16 * 8];
-    __m256i sum[RFI_FEW_COLS][4][2][2];
-} rfi_256_unit;
-
-/* Adds half a unit, or as much of it as n_groups has, to the 8 rows of column c. */
-RFI_INLINE RFI_256 __m256 rfi_256_add_up(uint32_t type, const rfi_256_unit *u, uint32_t c, uint32_t half,
-                                         uint32_t n_groups, const rfi_q8 *x, __m256 y) {
-    const rfi_kind kind = rfi_kind_of(type);
-    const uint32_t n_halves = rfi_kind_scales(kind);
-    const int has_bias = !rfi_256_is_signed(type) && !rfi_kind_min(kind), shift = rfi_bias_shift(type);
-    __m256i isum[4][2]; /* [group][half of it] */
-    RFI_UNROLL(2)
-    for (uint32_t pair = 0; pair < 2; pair++)
-        RFI_UNROLL(2)
-        for (uint32_t h = 0; h < n_halves; h++) {
-            const __m256i a = u->sum[c][2 * half + pair][0][h], b = u->sum[c][2 * half + pair][1][h];
-            isum[rfi_256_group(type, pair, 0)][h] = _mm256_permute2x128_si256(a, b, 0x20);
-            isum[rfi_256_group(type, pair, 1)][h] = _mm256_permute2x128_si256(a, b, 0x31);
-        }
-    RFI_UNROLL(4)
-    for (uint32_t i = 0; i < 4; i++) {
-        const uint32_t g = 4 * half + i;
-        if (g >= n_groups) break;
-        const __m256 dx = _mm256_set1_ps(x[g].d);
-        RFI_UNROLL(2)
-        for (uint32_t h = 0; h < n_halves; h++) {
-            __m256i v = isum[i][h];
-            const uint32_t at = (g * n_halves + h) * 8;
-            const int32_t b = n_halves == 2 ? x[g].b16[h] : x[g].b;
-            if (has_bias) v = _mm256_add_epi32(v, _mm256_set1_epi32(b >> shift));
-            y = _mm256_fmadd_ps(_mm256_cvtepi32_ps(v), _mm256_mul_ps(_mm256_load_ps(u->s + at), dx), y);
-            if (!rfi_kind_min(kind)) continue;
-            y = _mm256_fmadd_ps(_mm256_load_ps(u->m + at), _mm256_set1_ps(n_halves == 2 ? x[g].s16[h] : x[g].s), y);
-        }
-    }
-    return y;
-}
-
-/* Sums of a unit of rows 4i to 4i + 3. x: [column][pair][half]. */
-RFI_INLINE RFI_256 void rfi_256_sums(uint32_t type, const rfi_rows *r, uint64_t offset, uint32_t i, uint32_t n_cols,
-                                     __m256i (*x)[4][2], __m256i (*sum)[4][2][2]) {
-    const uint32_t n_sums = rfi_kind_scales(rfi_kind_of(type));
-    for (uint32_t half = 0; half < 2; half++) {
-        __m256i t[RFI_FEW_COLS][2][2][4]; /* [column][odd][half of a group][row] */
-        RFI_UNROLL(4)
-        for (uint32_t j = 0; j < 4; j++) {
-            __m256i q[4];
-            rfi_256_values(type, r->row[4 * i + j] + offset, half, q);
-            if (half) rfi_prefetch_next(r, offset, 4 * i + j, rfi_unit_bytes(type));
-            for (uint32_t c = 0; c < n_cols; c++)
-                RFI_UNROLL(2)
-                for (uint32_t odd = 0; odd < 2; odd++)
-                    RFI_UNROLL(2)
-                    for (uint32_t h = 0; h < n_sums; h++)
-                        t[c][odd][h][j] =
-                            rfi_256_products(type, n_sums == 2, &q[2 * odd + h], &x[c][2 * half + odd][h]);
-        }
-        for (uint32_t c = 0; c < n_cols; c++)
-            RFI_UNROLL(2)
-            for (uint32_t odd = 0; odd < 2; odd++)
-                RFI_UNROLL(2)
-                for (uint32_t h = 0; h < n_sums; h++) sum[c][2 * half + odd][i][h] = rfi_256_sum4(type, t[c][odd][h]);
-    }
-}
-
-/* Inputs of a unit: [pair][half of a group]. */
-RFI_INLINE RFI_256 void rfi_256_inputs(uint32_t type, const rfi_q8 *x, __m256i (*q)[2]) {
-    RFI_UNROLL(4)
-    for (uint32_t pair = 0; pair < 4; pair++) {
-        const int8_t *a = x[rfi_256_group(type, pair, 0)].q, *b = x[rfi_256_group(type, pair, 1)].q;
-        q[pair][0] = rfi_256_pick(a, b), q[pair][1] = rfi_256_pick(a + 16, b + 16);
-    }
-}
-
-/* One column. Sums of a unit are added up between the products of the next: each addition waits for the one before. */
-RFI_INLINE RFI_256 void rfi_256_vector_alone(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_q8 *x,
-                                             float *acc) {
-    rfi_256_unit unit[2];
-    __m256 y = _mm256_loadu_ps(acc);
-    uint32_t g0 = 0;
-    do {
-        const uint64_t offset = (uint64_t)(g0 / 8) * rfi_unit_bytes(type);
-        rfi_256_unit *u = &unit[g0 / 8 % 2], *before = &unit[1 - g0 / 8 % 2];
-        __m256i q[1][4][2];
-        rfi_256_inputs(type, x + g0, q[0]);
-        rfi_256_scales(type, r, offset, u->s, u->m);
-        RFI_UNROLL(2)
-        for (uint32_t i = 0; i < 2; i++) {
-            rfi_256_sums(type, r, offset, i, 1, q, u->sum);
-            if (g0) y = rfi_256_add_up(type, before, 0, i, 8, x + g0 - 8, y);
-        }
-        g0 += 8;
-    } while (g0 < n_groups);
-    g0 -= 8;
-    RFI_UNROLL(2)
-    for (uint32_t i = 0; i < 2; i++) y = rfi_256_add_up(type, &unit[g0 / 8 % 2], 0, i, n_groups - g0, x + g0, y);
-    _mm256_storeu_ps(acc, y);
-}
-
-RFI_INLINE RFI_256 void rfi_avx2_vector(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_columns *x,
-                                        float *acc) {
-    rfi_256_unit u;
-    __m256i q[RFI_FEW_COLS][4][2];
-    if (x->n == 1) {
-        rfi_256_vector_alone(type, r, n_groups, x->x, acc);
-        return;
-    }
-    for (uint32_t g0 = 0; g0 < n_groups; g0 += 8) {
-        const uint64_t offset = (uint64_t)(g0 / 8) * rfi_unit_bytes(type);
-        rfi_256_scales(type, r, offset, u.s, u.m);
-        for (uint32_t c = 0; c < x->n; c++) rfi_256_inputs(type, x->x + c * x->stride + g0, q[c]);
-        for (uint32_t i = 0; i < 2; i++) rfi_256_sums(type, r, offset, i, x->n, q, u.sum);
-        for (uint32_t c = 0; c < x->n; c++) {
-            __m256 y = _mm256_loadu_ps(acc + c * 16);
-            RFI_UNROLL(2)
-            for (uint32_t i = 0; i < 2; i++)
-                y = rfi_256_add_up(type, &u, c, i, n_groups - g0, x->x + c * x->stride + g0, y);
-            _mm256_storeu_ps(acc + c * 16, y);
-        }
-    }
-}
 
 /* signs = raw of 8 rows, transposed. Three times: rows i and i + 4 become rows 2i and 2i + 1, their bytes in turn. */
 RFI_INLINE RFI_256 void rfi_256_transpose_signs(rfi_row_runs *o) {
@@ -14947,7 +14675,7 @@ RFI_INLINE RFI_256 void rfi_256_grid_vector(uint32_t type, const rfi_rows *r, ui
     for (uint32_t g = 0; g < n_groups; g += 8) {
         const uint64_t offset = (uint64_t)(g / 8) * bytes;
         for (uint32_t l = 0; l < 8; l++) {
-            rfi_prefetch_next(r, offset, l, bytes);
+            rfi_prefetch_part(r->next ? r->next + (uintptr_t)(8 * offset) : 0, l, bytes);
             rfi_256_row_places(type, r->row[l] + offset, l, &o);
         }
         rfi_256_transpose_signs(&o);
@@ -14964,132 +14692,216 @@ RFI_INLINE RFI_256 void rfi_256_grid_vector(uint32_t type, const rfi_rows *r, ui
 RFI_GRID_TYPES(RFI_GRID_VECTOR)
 #undef RFI_GRID_VECTOR
 
-/* Stores word e of a group of a panel: values 4e to 4e + 3 of each of 8 rows. */
-RFI_INLINE RFI_256 void rfi_256_put(uint8_t *q, uint32_t group, uint32_t e, __m256i v) {
-    _mm256_store_si256((__m256i *)(void *)(q + group * 256 + e * 32), v);
+/* What becomes of the values of eight rows: they go to a panel, or are multiplied by a column. */
+typedef struct rfi_256_values {
+    uint8_t *q;                 /* a panel's [group][8][row][4]; NULL: a column                            */
+    uintptr_t next;             /* for rfi_prefetch_part                                                   */
+    const rfi_q8 *x;            /* inputs of this unit                                                     */
+    uint32_t n_groups;          /* from this unit on                                                       */
+    const float *s, *m;         /* scales and mins of this unit: [group][half][row]                        */
+    __m256i pairs[4][2];        /* [group][half]: sums of products in 16 bits, two for each row            */
+    __m256i sum[4][2];          /* [group][half]: sums of products                                         */
+    __m256 y;
+} rfi_256_values;
+
+/* How many words of four values may be multiplied by inputs and added up as pairs of products in 16 bits. */
+RFI_INLINE uint32_t rfi_256_room(uint32_t type) {
+    if (rfi_256_is_signed(type)) return 1; /* 1 * 2 * 128 * 127, up to 32,512 of 32,767 */
+    if (type == RF_TYPE_Q6_K) return 2;    /* 2 * 2 * 63 * 127                          */
+    if (type == RF_TYPE_Q5_0 || type == RF_TYPE_Q5_1 || type == RF_TYPE_Q5_K) return 4; /* 4 * 2 * 31 * 127 */
+    return rfi_has_codebook(type) ? 4 : 8; /* MXFP4, NVFP4: 4 * 2 * 28 * 127; four bits: 8 * 2 * 15 * 127 */
 }
 
-/* Unpacks a unit of whole bytes. */
-RFI_INLINE RFI_256 void rfi_256_unpack_bytes(uint32_t type, const rfi_rows *r, uint64_t offset, uint8_t *q) {
-    for (uint32_t c = 0; c < 16; c++) {
-        __m256i v[4];
-        rfi_prefetch_next(r, offset, c, rfi_unit_bytes(type) / 2);
-        rfi_256_row_heads(r, offset + (type == RF_TYPE_Q8_0 ? c / 2 * RFI_BYTES_Q8_0 + 2 : c / 2 * 32) + c % 2 * 16, v);
-        RFI_UNROLL(4)
-        for (uint32_t k = 0; k < 4; k++) rfi_256_put(q, c / 2, c % 2 * 4 + k, v[k]);
+/* Word e of group first + g: values 4e to 4e + 3 of each row. Words of a half of a group come in order. */
+RFI_INLINE RFI_256 void rfi_256_put(uint32_t type, rfi_256_values *o, uint32_t first, uint32_t g, uint32_t e,
+                                    __m256i v) {
+    if (o->q) {
+        _mm256_store_si256((__m256i *)(void *)(o->q + (first + g) * 256 + e * 32), v);
+        return;
+    }
+    const __m256i one = _mm256_set1_epi16(1);
+    const uint32_t n = 8 / rfi_kind_scales(rfi_kind_of(type)), h = e / n, u = e % n;
+    const uint32_t room = (uint32_t)rfi_min_u64(n, rfi_256_room(type));
+    __m256i x = _mm256_set1_epi32((int)rfi_load_u32(o->x[first + g].q + 4 * e));
+    if (rfi_256_is_signed(type)) x = _mm256_sign_epi8(x, v), v = _mm256_abs_epi8(v);
+    const __m256i two = _mm256_maddubs_epi16(v, x);
+    o->pairs[g][h] = u % room ? _mm256_add_epi16(o->pairs[g][h], two) : two;
+    if ((u + 1) % room) return;
+    const __m256i four = _mm256_madd_epi16(o->pairs[g][h], one);
+    o->sum[g][h] = u < room ? four : _mm256_add_epi32(o->sum[g][h], four);
+}
+
+/* Adds the sums of n groups from `first` on, as far as the row has them, to y. */
+RFI_INLINE RFI_256 void rfi_256_add_up(uint32_t type, rfi_256_values *o, uint32_t first, uint32_t n) {
+    const rfi_kind kind = rfi_kind_of(type);
+    const uint32_t n_halves = rfi_kind_scales(kind);
+    const int has_bias = !rfi_256_is_signed(type) && !rfi_kind_min(kind), shift = rfi_bias_shift(type);
+    if (o->q) return;
+    RFI_UNROLL(4)
+    for (uint32_t i = 0; i < n; i++) {
+        const rfi_q8 *x = &o->x[first + i];
+        if (first + i >= o->n_groups) return;
+        const __m256 dx = _mm256_set1_ps(x->d);
+        RFI_UNROLL(2)
+        for (uint32_t h = 0; h < n_halves; h++) {
+            __m256i v = o->sum[i][h];
+            const uint32_t at = ((first + i) * n_halves + h) * 8;
+            const int32_t b = n_halves == 2 ? x->b16[h] : x->b;
+            if (has_bias) v = _mm256_add_epi32(v, _mm256_set1_epi32(b >> shift));
+            o->y = _mm256_fmadd_ps(_mm256_cvtepi32_ps(v), _mm256_mul_ps(_mm256_load_ps(o->s + at), dx), o->y);
+            if (!rfi_kind_min(kind)) continue;
+            o->y = _mm256_fmadd_ps(_mm256_load_ps(o->m + at), _mm256_set1_ps(n_halves == 2 ? x->s16[h] : x->s), o->y);
+        }
     }
 }
 
-/* Unpacks a unit of values of two bits. Q3_K has third bits, too. */
-RFI_INLINE RFI_256 void rfi_256_unpack_two_bits(uint32_t type, const rfi_rows *r, uint64_t offset, uint8_t *q) {
+/* Values of a unit of whole bytes. */
+RFI_INLINE RFI_256 void rfi_256_byte_values(uint32_t type, const rfi_rows *r, uint64_t offset, rfi_256_values *o) {
+    for (uint32_t g = 0; g < 8; g++) {
+        RFI_UNROLL(2)
+        for (uint32_t c = 0; c < 2; c++) {
+            __m256i v[4];
+            rfi_prefetch_part(o->next, 2 * g + c, rfi_unit_bytes(type) / 2);
+            rfi_256_row_heads(r, offset + (type == RF_TYPE_Q8_0 ? g * RFI_BYTES_Q8_0 + 2 : g * 32) + c * 16, v);
+            RFI_UNROLL(4)
+            for (uint32_t k = 0; k < 4; k++) rfi_256_put(type, o, g, 0, c * 4 + k, v[k]);
+        }
+        rfi_256_add_up(type, o, g, 1);
+    }
+}
+
+/* Values of a unit of two bits. Q3_K has third bits, too. */
+RFI_INLINE RFI_256 void rfi_256_two_bit_values(uint32_t type, const rfi_rows *r, uint64_t offset, rfi_256_values *o) {
     const uint64_t at = offset + (type == RF_TYPE_Q2_K   ? offsetof(rfi_block_q2_k, q)
                                   : type == RF_TYPE_Q3_K ? offsetof(rfi_block_q3_k, q) : 0);
-    for (uint32_t c = 0; c < 2; c++) { /* 16 bytes of a half of 32 */
-        __m256i high[4];
-        if (type == RF_TYPE_Q3_K) rfi_256_row_heads(r, offset + offsetof(rfi_block_q3_k, high) + 16 * c, high);
+    for (uint32_t half = 0; half < 2; half++) {
         RFI_UNROLL(2)
-        for (uint32_t half = 0; half < 2; half++) {
-            __m256i v[4];
-            rfi_prefetch_next(r, offset, 2 * c + half, 2 * rfi_unit_bytes(type));
+        for (uint32_t c = 0; c < 2; c++) { /* 16 bytes of a half of 32 */
+            __m256i v[4], high[4];
+            rfi_prefetch_part(o->next, 2 * half + c, 2 * rfi_unit_bytes(type));
             rfi_256_row_heads(r, at + half * 32 + c * 16, v);
+            if (type == RF_TYPE_Q3_K)
+                rfi_256_bits(r, offset + offsetof(rfi_block_q3_k, high) + 16 * c, 4 * half, high);
             RFI_UNROLL(4)
             for (uint32_t k = 0; k < 4; k++)
                 RFI_UNROLL(4)
                 for (uint32_t i = 0; i < 4; i++) {
-                    const int g = (int)(4 * half + i);
                     __m256i w = _mm256_and_si256(_mm256_srli_epi16(v[k], (int)(2 * i)), _mm256_set1_epi8(3));
                     if (type == RF_TYPE_Q3_K) {
-                        const __m256i bits = g < 2 ? _mm256_slli_epi16(high[k], 2 - g)
-                                                   : _mm256_srli_epi16(high[k], g - 2);
+                        const __m256i bits = i < 2 ? _mm256_slli_epi16(high[k], (int)(2 - i))
+                                                   : _mm256_srli_epi16(high[k], (int)(i - 2));
                         w = _mm256_or_si256(w, _mm256_and_si256(bits, _mm256_set1_epi8(4)));
                     }
-                    rfi_256_put(q, (uint32_t)g, c * 4 + k, w);
+                    rfi_256_put(type, o, 4 * half, i, c * 4 + k, w);
                 }
         }
+        rfi_256_add_up(type, o, 4 * half, 4);
     }
 }
 
-/* Unpacks a unit of Q4_K, Q5_K, Q6_K. */
-RFI_INLINE RFI_256 void rfi_256_unpack_k(uint32_t type, const rfi_rows *r, uint64_t offset, uint8_t *q) {
+/* Values of a unit of Q4_K, Q5_K, Q6_K. */
+RFI_INLINE RFI_256 void rfi_256_k_values(uint32_t type, const rfi_rows *r, uint64_t offset, rfi_256_values *o) {
     const __m256i low = _mm256_set1_epi8(15), fifth = _mm256_set1_epi8(0x10), sixth = _mm256_set1_epi8(0x30);
     const uint64_t at = offset + (type == RF_TYPE_Q4_K ? 16 : type == RF_TYPE_Q5_K ? 48 : 0);
-    for (uint32_t c = 0; c < 2; c++) { /* 16 bytes of each 32 */
-        __m256i high[4];
-        if (type == RF_TYPE_Q5_K) rfi_256_row_heads(r, offset + 16 + 16 * c, high);
-        RFI_UNROLL(4)
-        for (uint32_t i = 0; i < 4; i++) {
-            __m256i v[4];
-            if (type == RF_TYPE_Q6_K && i % 2 == 0) rfi_256_row_heads(r, offset + 128 + i * 16 + c * 16, high);
-            rfi_prefetch_next(r, offset, 4 * c + i, rfi_unit_bytes(type));
-            rfi_256_row_heads(r, at + i * 32 + c * 16, v);
-            RFI_UNROLL(4)
-            for (uint32_t k = 0; k < 4; k++) {
-                __m256i a = _mm256_and_si256(v[k], low), b = _mm256_and_si256(_mm256_srli_epi16(v[k], 4), low);
-                const int g = (int)(2 * i), j = (int)(i % 2 * 2); /* Q6_K: two bits of bytes from bit j and j + 4 on */
-                if (type == RF_TYPE_Q5_K) {
-                    a = _mm256_or_si256(a, _mm256_and_si256(g < 4 ? _mm256_slli_epi16(high[k], 4 - g)
-                                                                  : _mm256_srli_epi16(high[k], g - 4), fifth));
-                    b = _mm256_or_si256(b, _mm256_and_si256(g < 3 ? _mm256_slli_epi16(high[k], 3 - g)
-                                                                  : _mm256_srli_epi16(high[k], g - 3), fifth));
-                } else if (type == RF_TYPE_Q6_K) {
-                    a = _mm256_or_si256(a, _mm256_and_si256(_mm256_slli_epi16(high[k], 4 - j), sixth));
-                    b = _mm256_or_si256(b, _mm256_and_si256(_mm256_srli_epi16(high[k], j), sixth));
+    for (uint32_t half = 0; half < 2; half++) {
+        RFI_UNROLL(2)
+        for (uint32_t c = 0; c < 2; c++) { /* 16 bytes of each 32 */
+            __m256i high[4];
+            if (type == RF_TYPE_Q5_K) rfi_256_bits(r, offset + 16 + 16 * c, 4 * half, high);
+            if (type == RF_TYPE_Q6_K) rfi_256_row_heads(r, offset + 128 + half * 32 + c * 16, high);
+            RFI_UNROLL(2)
+            for (uint32_t i = 0; i < 2; i++) {
+                __m256i v[4];
+                rfi_prefetch_part(o->next, 4 * half + 2 * c + i, rfi_unit_bytes(type));
+                rfi_256_row_heads(r, at + half * 64 + i * 32 + c * 16, v);
+                RFI_UNROLL(4)
+                for (uint32_t k = 0; k < 4; k++) {
+                    __m256i a = _mm256_and_si256(v[k], low), b = _mm256_and_si256(_mm256_srli_epi16(v[k], 4), low);
+                    const int j = (int)(2 * i);
+                    if (type == RF_TYPE_Q5_K) { /* a group's bit of each byte */
+                        a = _mm256_or_si256(a, _mm256_and_si256(_mm256_slli_epi16(high[k], 4 - j), fifth));
+                        b = _mm256_or_si256(b, _mm256_and_si256(_mm256_slli_epi16(high[k], 3 - j), fifth));
+                    } else if (type == RF_TYPE_Q6_K) { /* two bits of bytes from bit j and j + 4 on */
+                        a = _mm256_or_si256(a, _mm256_and_si256(_mm256_slli_epi16(high[k], 4 - j), sixth));
+                        b = _mm256_or_si256(b, _mm256_and_si256(_mm256_srli_epi16(high[k], j), sixth));
+                    }
+                    const uint32_t first = type == RF_TYPE_Q6_K ? i : 2 * i;
+                    rfi_256_put(type, o, 4 * half, first, c * 4 + k, a);
+                    rfi_256_put(type, o, 4 * half, first + (type == RF_TYPE_Q6_K ? 2 : 1), c * 4 + k, b);
                 }
-                const uint32_t group = type == RF_TYPE_Q6_K ? i / 2 * 4 + i % 2 : 2 * i;
-                rfi_256_put(q, group, c * 4 + k, a);
-                rfi_256_put(q, group + (type == RF_TYPE_Q6_K ? 2 : 1), c * 4 + k, b);
             }
         }
+        rfi_256_add_up(type, o, 4 * half, 4);
     }
 }
 
-/* Unpacks a unit of eight groups of 16 bytes, two values each. */
-RFI_INLINE RFI_256 void rfi_256_unpack_nibbles(uint32_t type, const rfi_rows *r, uint64_t offset, uint8_t *q) {
+/* Values of a unit of eight groups of 16 bytes, two values each. */
+RFI_INLINE RFI_256 void rfi_256_nibble_values(uint32_t type, const rfi_rows *r, uint64_t offset, rfi_256_values *o) {
     const __m256i low = _mm256_set1_epi8(15);
     const int five = type == RF_TYPE_Q5_0 || type == RF_TYPE_Q5_1, nvfp4 = type == RF_TYPE_NVFP4;
     const uint32_t head = rfi_kind_of(type) == RFI_KIND_MIN ? 4 : type == RF_TYPE_MXFP4 ? 1 : 2;
     for (uint32_t g = 0; g < 8; g++) {
         const uint64_t block = offset + g * (rfi_unit_bytes(type) / 8), at = block + head + (five ? 4 : 0);
         __m256i v[4], high = low;
-        rfi_prefetch_next(r, offset, g, rfi_unit_bytes(type));
+        rfi_prefetch_part(o->next, g, rfi_unit_bytes(type));
         rfi_256_row_heads(r, type == RF_TYPE_IQ4_XS ? offset + offsetof(rfi_block_iq4_xs, q) + 16 * g
                              : nvfp4 ? offset + g / 2 * RFI_BYTES_NVFP4 + offsetof(rfi_block_nvfp4, q) + g % 2 * 16
                                      : at, v);
         if (five) {
-            const __m128i a = rfi_256_words(r, block + head), b = rfi_256_words(r, block + head + 2);
-            high = _mm256_setr_m128i(_mm_unpacklo_epi16(a, b), _mm_unpackhi_epi16(a, b));
+            __m128i w[2];
+            rfi_256_words(r, block + head, w);
+            high = _mm256_setr_m128i(_mm_unpacklo_epi16(w[0], w[1]), _mm_unpackhi_epi16(w[0], w[1]));
         }
-        RFI_UNROLL(4)
-        for (uint32_t k = 0; k < 4; k++) {
-            __m256i w[2] = {_mm256_and_si256(v[k], low), _mm256_and_si256(_mm256_srli_epi16(v[k], 4), low)};
-            RFI_UNROLL(2)
-            for (uint32_t i = 0; i < 2; i++) {
+        RFI_UNROLL(2)
+        for (uint32_t i = 0; i < 2; i++)
+            RFI_UNROLL(4)
+            for (uint32_t k = 0; k < 4; k++) {
+                const uint32_t e = 4 * i + k;
+                __m256i w = _mm256_and_si256(i ? _mm256_srli_epi16(v[k], 4) : v[k], low);
                 if (five) { /* each byte tests its bit of qh */
-                    const uint32_t e = 4 * i + k;
                     const __m256i byte = _mm256_shuffle_epi8(high, _mm256_broadcastsi128_si256(_mm_add_epi32(
                                              _mm_set1_epi32((int)(e / 2 * 0x01010101)),
                                              _mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c))));
                     const __m256i bit = _mm256_set1_epi32(e % 2 ? (int)0x80402010u : 0x08040201);
                     const __m256i is_set = _mm256_cmpeq_epi8(_mm256_and_si256(byte, bit), bit);
-                    w[i] = _mm256_or_si256(w[i], _mm256_and_si256(is_set, _mm256_set1_epi8(16)));
+                    w = _mm256_or_si256(w, _mm256_and_si256(is_set, _mm256_set1_epi8(16)));
                 } else if (rfi_has_codebook(type)) {
-                    w[i] = rfi_256_codes(type, w[i]);
+                    w = rfi_256_codes(type, w);
                 }
-                rfi_256_put(q, g, nvfp4 ? k / 2 * 4 + k % 2 + 2 * i : 4 * i + k, w[i]);
+                rfi_256_put(type, o, g, 0, nvfp4 ? k / 2 * 4 + k % 2 + 2 * i : e, w);
             }
-        }
+        rfi_256_add_up(type, o, g, 1);
     }
+}
+
+RFI_INLINE RFI_256 void rfi_256_unit(uint32_t type, const rfi_rows *r, uint64_t offset, rfi_256_values *o) {
+    o->next = r->next ? r->next + (uintptr_t)(8 * offset) : 0;
+    if (type == RF_TYPE_Q8_0 || rfi_is_expanded(type)) rfi_256_byte_values(type, r, offset, o);
+    else if (type == RF_TYPE_Q2_K || type == RF_TYPE_Q3_K || type == RF_TYPE_TQ2_0)
+        rfi_256_two_bit_values(type, r, offset, o);
+    else if (type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K || type == RF_TYPE_Q6_K) rfi_256_k_values(type, r, offset, o);
+    else rfi_256_nibble_values(type, r, offset, o);
 }
 
 RFI_INLINE RFI_256 void rfi_avx2_unpack(uint32_t type, const rfi_rows *r, uint64_t offset, uint32_t at, rfi_panel *p) {
     const uint32_t n_scales = rfi_kind_scales(rfi_kind_of(type));
-    uint8_t *q = p->q + at * 256;
-    if (type == RF_TYPE_Q8_0 || rfi_is_expanded(type)) rfi_256_unpack_bytes(type, r, offset, q);
-    else if (type == RF_TYPE_Q2_K || type == RF_TYPE_Q3_K || type == RF_TYPE_TQ2_0)
-        rfi_256_unpack_two_bits(type, r, offset, q);
-    else if (type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K || type == RF_TYPE_Q6_K) rfi_256_unpack_k(type, r, offset, q);
-    else rfi_256_unpack_nibbles(type, r, offset, q);
+    rfi_256_values o = {.q = p->q + at * 256};
     rfi_256_scales(type, r, offset, p->s + at * n_scales * 8, p->m + at * n_scales * 8);
+    rfi_256_unit(type, r, offset, &o);
+}
+
+/* One column. */
+RFI_INLINE RFI_256 void rfi_avx2_vector(uint32_t type, const rfi_rows *r, uint32_t n_groups, const rfi_columns *x,
+                                        float *acc) {
+    _Alignas(32) float s[16 * 8], m[16 * 8];
+    rfi_256_values o = {.s = s, .m = m, .y = _mm256_loadu_ps(acc)};
+    for (uint32_t g = 0; g < n_groups; g += 8) {
+        const uint64_t offset = (uint64_t)(g / 8) * rfi_unit_bytes(type);
+        o.x = x->x + g, o.n_groups = n_groups - g;
+        rfi_256_scales(type, r, offset, s, m);
+        rfi_256_unit(type, r, offset, &o);
+    }
+    _mm256_storeu_ps(acc, o.y);
 }
 
 /* What a tile is compiled for. */
@@ -15215,7 +15027,7 @@ static void rfi_avx2_tile(const rfi_tile *t) {
         {rfi_256_tile_vnni_bias, rfi_256_tile_vnni_min, rfi_256_tile_vnni_halves, rfi_256_tile_vnni_halves_min,
          rfi_256_tile_vnni_signed, rfi_256_tile_vnni_signed_halves, rfi_256_tile_vnni_min}};
     const rfi_kind kind = rfi_kind_of(t->type);
-    const int early = kind == RFI_KIND_MIN && rfi_256_room(t->type) == 1;
+    const int early = kind == RFI_KIND_MIN && rfi_256_room(t->type) < 8;
     tiles[t->extended][rfi_256_is_signed(t->type) ? 3 + rfi_kind_scales(kind) : early ? 6 : (uint32_t)kind](t);
 }
 
@@ -15405,8 +15217,8 @@ static RFI_256 void rfi_avx2_dots_q(const rfi_dots *a) {
     for (; c < a->n_cols; c++) rfi_256_dots_q(1, a, c);
 }
 
-enum { RFI_LANES_avx2 = 8, RFI_PANELS_avx2 = 2, RFI_COLS_avx2 = 6, RFI_KEYS_avx2 = 16 };
-#define RFI_FEW_avx2 {2, 1, 6}
+enum { RFI_LANES_avx2 = 8, RFI_PANELS_avx2 = 2, RFI_COLS_avx2 = 6, RFI_KEYS_avx2 = 16,
+       RFI_FEW_avx2 = 1, RFI_FEW_GRID_avx2 = 6 };
 #if !defined(__clang__)
 #pragma GCC push_options
 #if defined(__OPTIMIZE__)
@@ -15842,8 +15654,8 @@ static RFI_NEON void rfi_neon_dots_q(const rfi_dots *a) {
     for (; c < a->n_cols; c++) rfi_neon_dots_part(1, a, c);
 }
 
-enum { RFI_LANES_neon = 4, RFI_PANELS_neon = 1, RFI_COLS_neon = 8, RFI_KEYS_neon = 8 };
-#define RFI_FEW_neon {1, 1, 1}
+enum { RFI_LANES_neon = 4, RFI_PANELS_neon = 1, RFI_COLS_neon = 8, RFI_KEYS_neon = 8,
+       RFI_FEW_neon = 1, RFI_FEW_GRID_neon = 0 };
 #if !defined(__clang__)
 #pragma GCC push_options
 #if defined(__OPTIMIZE__)
