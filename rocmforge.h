@@ -12048,7 +12048,8 @@ typedef struct rfi_kernels {
     void (*quantize)(const float *x, uint32_t n_in, rfi_q8 *out);
     /* Matmuls: rfi_matmul_run. Row counts that are multiples of n_lanes * n_panels waste nothing. */
     uint32_t n_lanes, n_panels, n_cols; /* rows of a panel; panels and columns of a tile at most */
-    uint32_t n_few, n_few_grid;         /* columns up to which vectors beat panels, by measurement; of RFI_GRID_TYPES */
+    uint32_t n_few;                     /* columns up to which vectors beat panels, by measurement */
+    uint32_t n_few_grid;                /* the same for RFI_GRID_TYPES                             */
     int extended;                       /* may use VNNI (AVX2) or I8MM (NEON)                    */
     rfi_quant quant[RFI_TYPE_EXPANDED_MIN + 1];
     void (*tile)(const rfi_tile *t);
@@ -12600,9 +12601,13 @@ RFI_INLINE void rfi_prefetch_row(const rfi_rows *r, uint64_t offset, uint32_t l,
     if (r->next) rfi_prefetch(row + (uintptr_t)at, bytes);
 }
 
-/* Prefetches a part, of as many bytes, of what begins at next: AVX2's next eight rows in the order of addresses. 0:
- * nothing. All parts at once were slower. Decode on Zen 3 gains 10 to 36 %; the 16 rows of AVX-512 lose up to 13 % so
- * on a Xeon. */
+/* Where AVX2 prefetches while it reads the unit at offset: the next eight rows, in the order of addresses. 0: nowhere.
+ * Decode on Zen 3 gains 10 to 36 % by it; the 16 rows of AVX-512 lost up to 13 % on a Xeon. */
+RFI_INLINE uintptr_t rfi_prefetch_place(const rfi_rows *r, uint64_t offset) {
+    return r->next ? r->next + (uintptr_t)(8 * offset) : 0;
+}
+
+/* Prefetches part number `part` of what begins at next, all parts of as many bytes. All parts at once were slower. */
 RFI_INLINE void rfi_prefetch_part(uintptr_t next, uint32_t part, uint32_t bytes) {
     if (next) rfi_prefetch(next + part * bytes, bytes);
 }
@@ -14518,7 +14523,7 @@ RFI_INLINE RFI_256 void rfi_256_scales(uint32_t type, const rfi_rows *r, uint64_
             for (uint32_t j = 0; j < 4; j++) rfi_256_store(s + i * 32 + j * 8, head[j]);
         }
     } else if (type == RF_TYPE_Q6_K) {
-        rfi_256_words(r, offset + 206, word);
+        rfi_256_words(r, offset + 206, word); /* d is the second: nothing is read past the block */
         const __m256 d = _mm256_mul_ps(_mm256_cvtph_ps(word[1]), _mm256_set1_ps(0x1p-24f));
         rfi_256_row_heads(r, offset + 192, head);
         RFI_UNROLL(16)
@@ -14534,7 +14539,7 @@ RFI_INLINE RFI_256 void rfi_256_scales(uint32_t type, const rfi_rows *r, uint64_
     } else if (type == RF_TYPE_NVFP4) {
         rfi_256_nvfp4_scales(r, offset, s);
     } else if (type == RF_TYPE_TQ2_0) {
-        rfi_256_words(r, offset + offsetof(rfi_block_tq2_0, d) - 2, word);
+        rfi_256_words(r, offset + offsetof(rfi_block_tq2_0, d) - 2, word); /* as Q6_K */
         const __m256 d = _mm256_cvtph_ps(word[1]);
         RFI_UNROLL(8)
         for (uint32_t g = 0; g < 8; g++) _mm256_storeu_ps(s + g * 8, d);
@@ -14675,7 +14680,7 @@ RFI_INLINE RFI_256 void rfi_256_grid_vector(uint32_t type, const rfi_rows *r, ui
     for (uint32_t g = 0; g < n_groups; g += 8) {
         const uint64_t offset = (uint64_t)(g / 8) * bytes;
         for (uint32_t l = 0; l < 8; l++) {
-            rfi_prefetch_part(r->next ? r->next + (uintptr_t)(8 * offset) : 0, l, bytes);
+            rfi_prefetch_part(rfi_prefetch_place(r, offset), l, bytes);
             rfi_256_row_places(type, r->row[l] + offset, l, &o);
         }
         rfi_256_transpose_signs(&o);
@@ -14875,10 +14880,9 @@ RFI_INLINE RFI_256 void rfi_256_nibble_values(uint32_t type, const rfi_rows *r, 
 }
 
 RFI_INLINE RFI_256 void rfi_256_unit(uint32_t type, const rfi_rows *r, uint64_t offset, rfi_256_values *o) {
-    o->next = r->next ? r->next + (uintptr_t)(8 * offset) : 0;
+    o->next = rfi_prefetch_place(r, offset);
     if (type == RF_TYPE_Q8_0 || rfi_is_expanded(type)) rfi_256_byte_values(type, r, offset, o);
-    else if (type == RF_TYPE_Q2_K || type == RF_TYPE_Q3_K || type == RF_TYPE_TQ2_0)
-        rfi_256_two_bit_values(type, r, offset, o);
+    else if (rfi_has_pairs(type)) rfi_256_two_bit_values(type, r, offset, o);
     else if (type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K || type == RF_TYPE_Q6_K) rfi_256_k_values(type, r, offset, o);
     else rfi_256_nibble_values(type, r, offset, o);
 }
@@ -15219,6 +15223,7 @@ static RFI_256 void rfi_avx2_dots_q(const rfi_dots *a) {
 
 enum { RFI_LANES_avx2 = 8, RFI_PANELS_avx2 = 2, RFI_COLS_avx2 = 6, RFI_KEYS_avx2 = 16,
        RFI_FEW_avx2 = 1, RFI_FEW_GRID_avx2 = 6 };
+_Static_assert(RFI_FEW_avx2 == 1, "rfi_avx2_vector takes one column");
 #if !defined(__clang__)
 #pragma GCC push_options
 #if defined(__OPTIMIZE__)

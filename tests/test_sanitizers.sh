@@ -8,7 +8,7 @@ old_layout=
 setarch "$(uname -m)" -R true 2>/dev/null && old_layout="setarch $(uname -m) -R"
 flags="-g1 -O1 -fno-omit-frame-pointer -fno-sanitize-recover=all"
 # Sums of pointers that wrap around are looked for by the fuzzers alone. Null pointers and the ends of objects are the address
-# sanitizer's: these three would be a third of the compilers' time.
+# sanitizer's. Without these three gcc takes 197 s instead of 236 for the emulated kernels.
 sanitize="-fsanitize=address,undefined -fno-sanitize=pointer-overflow,null,object-size"
 
 # quiet COMMAND...: its output, from the first failed check or report on, only if it fails
