@@ -549,9 +549,13 @@ struct rfk_packing {
     uint32_t at[4], bytes[4];
     uint32_t bits[2];  /* of the first two planes; 0: bytes as they are; else as rfk_unit_bits makes them */
 };
-/* rfk_packing.bits: 1 or 2 bits of each value, or sign bits, which IQ3_S has in bytes 8 to 39 of the plane's block, or
- * Q5_K's fifth bits in bytes 16 to 47, or NVFP4's scales. */
-enum { RFK_BITS_IQ3_S = 3, RFK_BITS_IQ3_XXS, RFK_BITS_Q5_K, RFK_BITS_NVFP4 };
+/* rfk_packing.bits: 2 bits of each value, or sign bits, which IQ3_S has in bytes 8 to 39 of the plane's block, or Q5_K's
+ * fifth bits in bytes 16 to 47, or NVFP4's scales, or the codes of Q3_K and Q6_K (rfk_q3_byte, rfk_q6_byte), which are in
+ * two planes. */
+enum {
+    RFK_BITS_IQ3_S = 3, RFK_BITS_IQ3_XXS, RFK_BITS_Q5_K, RFK_BITS_NVFP4, RFK_BITS_Q3_K, RFK_BITS_Q3_K_LAST,
+    RFK_BITS_Q6_K, RFK_BITS_Q6_K_LAST
+};
 
 static rfk_packing rfk_packing_of(uint32_t type) {
     static const rfk_packing none = {0, {0, 0, 0, 0}, {0, 0, 0, 0}, {0, 0}};
@@ -565,9 +569,9 @@ static rfk_packing rfk_packing_of(uint32_t type) {
         {RF_TYPE_Q5_0, {3, {6, 2, 0, 0}, {16, 4, 2, 0}, {0, 0}}},
         {RF_TYPE_Q5_1, {3, {8, 4, 0, 0}, {16, 4, 4, 0}, {0, 0}}},
         {RF_TYPE_Q2_K, {3, {16, 0, 80, 0}, {64, 16, 4, 0}, {2, 0}}},
-        {RF_TYPE_Q3_K, {4, {32, 0, 96, 108}, {64, 32, 12, 2}, {2, 1}}},
+        {RF_TYPE_Q3_K, {4, {32, 0, 96, 108}, {64, 32, 12, 2}, {RFK_BITS_Q3_K, RFK_BITS_Q3_K_LAST}}},
         {RF_TYPE_Q5_K, {1, {0, 0, 0, 0}, {176, 0, 0, 0}, {RFK_BITS_Q5_K, 0}}},
-        {RF_TYPE_Q6_K, {4, {0, 128, 192, 208}, {128, 64, 16, 2}, {0, 0}}},
+        {RF_TYPE_Q6_K, {4, {0, 128, 192, 208}, {128, 64, 16, 2}, {RFK_BITS_Q6_K, RFK_BITS_Q6_K_LAST}}},
         {RF_TYPE_IQ4_NL, {2, {2, 0, 0, 0}, {16, 2, 0, 0}, {0, 0}}},
         {RF_TYPE_IQ4_XS, {2, {8, 0, 0, 0}, {128, 8, 0, 0}, {0, 0}}},
         {RF_TYPE_MXFP4, {2, {1, 0, 0, 0}, {16, 1, 0, 0}, {0, 0}}},
@@ -822,13 +826,15 @@ template <> struct rfk_format<RF_TYPE_Q6_K> {
         r.f = rfk_load2(w.plane[3] + b * 2);
     }
     RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
-        const int high[4] = {r.b.x, r.b.y, r.b.z, r.b.w};
-        uint32_t shift = u % 4 / 2 * 2;
-        rfk_nibbles(r.a, o.q);
+        const uint32_t shift = u % 4 < 2 ? 4 : 0; /* of the last four bits of the second half's codes */
+        int first[4], last[4];
+        rfk_words(r.a, first);
+        rfk_words(r.b, last);
         RFK_UNROLL(4)
         for (int k = 0; k < 4; k++) {
-            o.q[k] |= (int)(((uint32_t)high[k] >> shift) & 0x03030303u) << 4;
-            o.q[4 + k] |= (int)(((uint32_t)high[k] >> (shift + 4)) & 0x03030303u) << 4;
+            const uint32_t v = (uint32_t)first[k];
+            o.q[k] = (int)((v >> 2 & 0x3f3f3f3fu) ^ 0x20202020u);
+            o.q[4 + k] = (int)(((v << 4 & 0x30303030u) ^ 0x20202020u) | ((uint32_t)last[k] >> shift & 0x0f0f0f0fu));
         }
         float d = rfk_from_half((uint16_t)r.f);
         o.d[0] = d * (float)(int8_t)r.c;
@@ -1221,11 +1227,15 @@ template <> struct rfk_format<RF_TYPE_Q3_K> {
         r.f = rfk_load2(w.plane[3] + b * 2);
     }
     RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
-        const float d = rfk_from_half((uint16_t)r.f);
-        rfk_quarters(r.more, o.q);
+        const float d = rfk_from_half((uint16_t)r.f) / 32;
+        const uint32_t word[3] = {r.more[0], r.more[1], (uint32_t)r.a.x},
+                       last = (word[0] << 6 & 0xc0c0c0c0u) | (word[1] << 4 & 0x30303030u) | (word[2] << 2 & 0x0c0c0c0cu);
         u %= 8;
-        RFK_UNROLL(8) /* the third bit adds 4, and all values are 4 too large: without it bits 2 to 7 are set */
-        for (int i = 0; i < 8; i++) o.q[i] += (int)((~((uint32_t)r.a.x >> i) & 0x01010101u) * 0xfcu);
+        RFK_UNROLL(4) /* 32 times the values: their three bits are a byte's upper ones */
+        for (int i = 0; i < 4; i++) {
+            const uint32_t two = i < 3 ? word[i] : last;
+            o.q[2 * i] = (int)(two & 0xe0e0e0e0u), o.q[2 * i + 1] = (int)(two << 3 & 0xe0e0e0e0u);
+        }
         RFK_UNROLL(2)
         for (uint32_t h = 0; h < 2; h++) {
             uint32_t scale = ((r.c >> (8 * h + u / 4 * 4)) & 15) | ((r.e >> (8 * h + u / 2 * 2)) & 3) << 4;
@@ -1631,11 +1641,40 @@ RFK_DEVICE uint8_t rfk_unit_fifths(const uint8_t *from, uint32_t at) {
     }
     return (uint8_t)out;
 }
+/* The code of a value of Q3_K, k of unit u, of Q6_K, l of a piece of 32 in half n, less its offset: 3 or 6 bits of a
+ * two's complement. */
+RFK_DEVICE uint32_t rfk_q3_code(const uint8_t *block, uint32_t u, uint32_t k) {
+    return ((block[32 + u / 4 * 32 + k] >> (u % 4 * 2) & 3u) | (block[k] >> u & 1u) << 2) ^ 4;
+}
+RFK_DEVICE uint32_t rfk_q6_code(const uint8_t *block, uint32_t n, uint32_t piece, uint32_t l) {
+    const uint32_t low = block[n * 64 + piece % 2 * 32 + l] >> (piece / 2 * 4) & 15u,
+                   high = block[128 + n * 32 + l] >> (2 * piece) & 3u;
+    return (low | high << 4) ^ 32;
+}
+/* Codes are in a byte's upper bits, where one instruction makes a signed byte of them: 32 or 4 times the value.
+ * Byte k of word i of a unit of Q3_K: the codes of values 8i + k and 8i + 4 + k, and two bits of six: the codes of 24 + k
+ * and 28 + k. */
+RFK_DEVICE uint8_t rfk_q3_byte(const uint8_t *block, uint32_t u, uint32_t i, uint32_t k) {
+    const uint32_t six = rfk_q3_code(block, u, 24 + k) << 3 | rfk_q3_code(block, u, 28 + k);
+    return (uint8_t)(rfk_q3_code(block, u, 8 * i + k) << 5 | rfk_q3_code(block, u, 8 * i + 4 + k) << 2 |
+                     (six >> (4 - 2 * i) & 3));
+}
+/* Byte `at` of Q6_K: the code of pieces 0 and 1, and the first two bits of pieces 2 and 3; behind them, is_last, the
+ * other four bits of both. */
+RFK_DEVICE uint8_t rfk_q6_byte(const uint8_t *block, uint32_t at, bool is_last) {
+    const uint32_t n = at / (is_last ? 32 : 64), piece = at % 64 / 32, l = at % 32;
+    if (is_last) return (uint8_t)(rfk_q6_code(block, n, 2, l) << 4 | (rfk_q6_code(block, n, 3, l) & 15));
+    return (uint8_t)(rfk_q6_code(block, n, piece, l) << 2 | rfk_q6_code(block, n, piece + 2, l) >> 4);
+}
 /* Byte `at` of a plane in which units of 32 values have `bits` bits of each: bits / 4 words, whose byte k has bits of
  * the values k, 4 + k, 8 + k, ..., from the lowest up. In the file a byte has bits of one value of 8 / bits units. */
 RFK_DEVICE uint8_t rfk_unit_bits(const uint8_t *from, uint32_t at, uint32_t bits) {
     if (bits == RFK_BITS_Q5_K) return rfk_unit_fifths(from, at);
     if (bits == RFK_BITS_NVFP4) return from[at] == 0x7f ? 0 : from[at] & 0x7f; /* NaN counts as 0, a sign as none */
+    if (bits == RFK_BITS_Q3_K) return rfk_q3_byte(from - 32, at / 8, at % 8 / 4, at % 4);
+    if (bits == RFK_BITS_Q3_K_LAST) return rfk_q3_byte(from, at / 4, 2, at % 4);
+    if (bits == RFK_BITS_Q6_K) return rfk_q6_byte(from, at, false);
+    if (bits == RFK_BITS_Q6_K_LAST) return rfk_q6_byte(from - 128, at, true);
     if (bits >= RFK_BITS_IQ3_S) return rfk_unit_signs(from, at, bits);
     const uint32_t n = 8 / bits, unit = at / (4 * bits), first = at % (4 * bits) / 4 * 4 * n + at % 4;
     uint32_t out = 0;
@@ -4545,7 +4584,7 @@ RFK_DEVICE float rfk_take(const rfk_members_args &a, const rfk_product_sum &s, u
 #else
 #define RFK_FIRST_IN_FLIGHT(WAVE) 2
 #endif
-#define RFK_MAX_COLUMN 32768u /* values: 1.5 bytes of shared memory each */
+#define RFK_MAX_COLUMN 32768u /* values: 1.25 bytes of shared memory each */
 
 /* A post-norm in the launch that reads what it is added to: x + y / rms(y) * w takes x's place. */
 struct rfk_add_args {
@@ -4580,8 +4619,7 @@ struct rfk_fused_args {
 
 /* The column as fragments of 64 values. A fragment has four pieces of 16 int8 values, stored as piece-major arrays, and
  * scales. For most types it has two groups of 32, and the scales are {d, d, e, e}: e is d * sum, or where the integer
- * dot product starts. Pieces of Q6_K and Q8_0 lie in four groups: the scales are four d, `start` has the four
- * starts. */
+ * dot product starts. Pieces of Q6_K and Q8_0 lie in four groups: the scales are four d. */
 #define RFK_ORDER_LINEAR 0u /* 64 contiguous values */
 #define RFK_ORDER_Q6 1u    /* every other 16 of 128 values */
 #define RFK_ORDER_STRIDED 2u /* four times 16 values, a wave's lanes apart */
@@ -4589,7 +4627,7 @@ struct rfk_fused_args {
 #define RFK_ORDER_NIBBLES(LANES) (RFK_ORDER_UNITS + (LANES)) /* units whose values lie as rfk_split_codes' nibbles */
 struct rfk_column {
     int4 *piece;
-    float *scale, *start;
+    float *scale;
     uint32_t *grid; /* of the weights' type, behind the column */
     uint32_t n_fragments, order, wave, has_min;
     int offset;
@@ -4622,21 +4660,22 @@ RFK_DEVICE uint32_t rfk_chunk_fragment(const rfk_column &c, uint32_t chunk, uint
     return chunk / 4;
 }
 
-/* Store the scales of 16 values: d and the sum of their group of 32 for most types; d and their own sum where pieces
- * lie in four groups. */
-RFK_DEVICE void rfk_put_scale(const rfk_column &c, uint32_t chunk, float d, int sum16, int sum32) {
+/* Store the scales of 16 values: d and the sum of their group of 32 for most types; d where pieces lie in four groups. */
+RFK_DEVICE void rfk_put_scale(const rfk_column &c, uint32_t chunk, float d, int sum) {
     uint32_t piece, fragment = rfk_chunk_fragment(c, chunk, &piece);
     if (c.order >= RFK_ORDER_UNITS) {
         if (piece == 0) c.scale[fragment] = d;
     } else if (c.order != RFK_ORDER_LINEAR) {
         c.scale[4 * fragment + piece] = d;
-        c.start[4 * fragment + piece] = rfk_as_float((uint32_t)(RFK_DOT_START - c.offset * sum16));
     } else if (chunk % 2 == 0) {
         c.scale[4 * fragment + piece / 2] = d;
         c.scale[4 * fragment + 2 + piece / 2] =
-            c.has_min ? d * (float)sum32 : rfk_as_float((uint32_t)(RFK_DOT_START - c.offset * sum32));
+            c.has_min ? d * (float)sum : rfk_as_float((uint32_t)(RFK_DOT_START - c.offset * sum));
     }
 }
+
+/* Bytes of shared memory for n values of columns. */
+static uint32_t rfk_columns_bytes(uint32_t n) { return n + n / 4; }
 
 /* A column of n values in shared memory. */
 RFK_DEVICE rfk_column rfk_column_in(int4 *memory, uint32_t n) {
@@ -4644,8 +4683,7 @@ RFK_DEVICE rfk_column rfk_column_in(int4 *memory, uint32_t n) {
     c.n_fragments = n / 64;
     c.piece = memory;
     c.scale = reinterpret_cast<float *>(memory + 4 * c.n_fragments);
-    c.start = reinterpret_cast<float *>(memory + 5 * c.n_fragments);
-    c.grid = reinterpret_cast<uint32_t *>(memory + 6 * c.n_fragments);
+    c.grid = reinterpret_cast<uint32_t *>(memory + 5 * c.n_fragments);
     return c;
 }
 
@@ -4748,7 +4786,7 @@ RFK_DEVICE void rfk_copy_column(const rfk_fused_args &a, const rfk_column &c, ui
         int4 v = rfk_ordered_chunk(a.x8.q, chunk, c.order);
         uint32_t piece, fragment = rfk_chunk_fragment(c, chunk, &piece);
         c.piece[piece * c.n_fragments + fragment] = v;
-        rfk_put_scale(c, chunk, g.d, chunk % 2 ? g.sum[1] : g.sum[0], g.sum[0] + g.sum[1]);
+        rfk_put_scale(c, chunk, g.d, g.sum[0] + g.sum[1]);
     }
 }
 
@@ -4797,7 +4835,7 @@ RFK_DEVICE void rfk_quantize_column(const rfk_fused_args &a, const rfk_column &c
         if (!inside) continue;
         uint32_t piece, fragment = rfk_chunk_fragment(c, to / 4, &piece);
         reinterpret_cast<int *>(c.piece + piece * c.n_fragments + fragment)[to % 4] = packed;
-        if (i % 4 == 0) rfk_put_scale(c, i / 4, d, sum, sum + other);
+        if (i % 4 == 0) rfk_put_scale(c, i / 4, d, sum + other);
     }
 }
 
@@ -4846,7 +4884,7 @@ RFK_DEVICE uint32_t rfk_join_halves(uint32_t x, uint32_t y, uint32_t upper) {
 /* A fragment of the column in registers. */
 struct rfk_fragment_x {
     int4 piece[4];
-    float4 scale, start;
+    float4 scale;
 };
 
 /* A fragment of weights as loaded, and the address of the next one. */
@@ -4874,6 +4912,11 @@ RFK_DEVICE int rfk_dot16_unsigned(const int *w, const int4 &x, int sum) {
 #endif
 RFK_DEVICE int rfk_low4(int v) { return v & 0x0f0f0f0f; }
 RFK_DEVICE int rfk_high4(int v) { return (v >> 4) & 0x0f0f0f0f; }
+/* TIMES_16: high ones stay where they are in their bytes. */
+template <bool TIMES_16> RFK_DEVICE void rfk_split_nibbles(int v, int &low, int &high) {
+    high = TIMES_16 ? v & (int)0xf0f0f0f0u : rfk_high4(v);
+    low = rfk_low4(v);
+}
 RFK_DEVICE float rfk_low_half(uint32_t v) { return rfk_from_half((uint16_t)(v & 0xffff)); }
 RFK_DEVICE float rfk_high_half(uint32_t v) { return rfk_from_half((uint16_t)(v >> 16)); }
 
@@ -4900,7 +4943,7 @@ template <int TYPE> struct rfk_plane_bytes {
 
 /* Types with blocks of 32: a fragment is two blocks. */
 template <int TYPE> struct rfk_fragments32 {
-    static const int VALUES = 64, DOTS = 2, ORDER = RFK_ORDER_LINEAR;
+    static const int VALUES = 64, DOTS = 2, ORDER = RFK_ORDER_LINEAR, OFFSET = rfk_format<TYPE>::OFFSET;
     typedef rfk_fragment loaded;
     typedef rfk_plane_bytes<TYPE> B;
     template <int WAVE> RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_fragment_at &at) {
@@ -4919,13 +4962,15 @@ template <int TYPE> struct rfk_fragments32 {
     }
     template <int WAVE> RFK_DEVICE void next(rfk_fragment_at &at) { at.o[0] += 2 * WAVE; }
     RFK_DEVICE void unpack(const rfk_fragment &w, uint32_t lane, rfk_fragment_weights &o) {
-        (void)lane;
+        unpack_by<false>(w, lane, o);
+    }
+    template <bool TIMES_16> RFK_DEVICE void unpack_by(const rfk_fragment &w, uint32_t, rfk_fragment_weights &o) {
         RFK_UNROLL(2)
         for (int h = 0; h < 2; h++) {
             int *low = o.q + 8 * h, *high = low + 4;
             rfk_words(w.q[h], low);
             RFK_UNROLL(4)
-            for (int i = 0; i < 4; i++) high[i] = rfk_high4(low[i]), low[i] = rfk_low4(low[i]);
+            for (int i = 0; i < 4; i++) rfk_split_nibbles<TIMES_16>(low[i], low[i], high[i]);
             if (TYPE == RF_TYPE_Q5_0 || TYPE == RF_TYPE_Q5_1)
                 RFK_UNROLL(4)
                 for (int i = 0; i < 4; i++) {
@@ -4952,7 +4997,7 @@ template <int TYPE> struct rfk_fragments32 {
 
 /* Q4_K and Q5_K: a fragment is two groups of a block, the low and high nibbles of 32 bytes. */
 template <int TYPE> struct rfk_fragments_k {
-    static const int VALUES = 64, DOTS = 2, ORDER = RFK_ORDER_LINEAR;
+    static const int VALUES = 64, DOTS = 2, ORDER = RFK_ORDER_LINEAR, OFFSET = 0;
     typedef rfk_fragment loaded;
     static const bool FIVE = TYPE == RF_TYPE_Q5_K;
     static const int BYTES = FIVE ? 176 : 144, QUANTS = FIVE ? 48 : 16;
@@ -4975,6 +5020,10 @@ template <int TYPE> struct rfk_fragments_k {
         if (FIVE) at.o[2] += WAVE / 4 * BYTES;
     }
     RFK_DEVICE void unpack(const rfk_fragment &w, uint32_t lane, rfk_fragment_weights &o) {
+        unpack_by<false>(w, lane, o);
+    }
+    template <bool TIMES_16>
+    RFK_DEVICE void unpack_by(const rfk_fragment &w, uint32_t lane, rfk_fragment_weights &o) {
         const uint32_t c = lane % 4; /* which of the block's four fragments */
         RFK_UNROLL(2)
         for (int i = 0; i < 2; i++) {
@@ -4982,7 +5031,7 @@ template <int TYPE> struct rfk_fragments_k {
             rfk_words(w.q[i], low);
             RFK_UNROLL(4)
             for (uint32_t k = 0; k < 4; k++) {
-                high[k] = rfk_high4(low[k]), low[k] = rfk_low4(low[k]);
+                rfk_split_nibbles<TIMES_16>(low[k], low[k], high[k]);
                 if (FIVE) rfk_fifth_bits(w.s[i], k, &low[k], &high[k]);
             }
         }
@@ -5009,7 +5058,7 @@ template <int TYPE> struct rfk_fragments_k {
 /* Q8_0: lanes take 16 values in turn, so that a wave's load is contiguous: contiguous fragments would fetch every
  * 32-byte sector twice. A fragment is four halves of groups. */
 template <> struct rfk_fragments<RF_TYPE_Q8_0> {
-    static const int VALUES = 64, DOTS = 4, ORDER = RFK_ORDER_STRIDED;
+    static const int VALUES = 64, DOTS = 4, ORDER = RFK_ORDER_STRIDED, OFFSET = 0;
     typedef rfk_fragment loaded;
     template <int WAVE> RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_fragment_at &at) {
         at.o[0] = row * (n_in / 16) + lane; /* the first half of a group */
@@ -5048,9 +5097,15 @@ template <> struct rfk_fragments<RF_TYPE_Q5_1> : rfk_fragments32<RF_TYPE_Q5_1> {
 template <> struct rfk_fragments<RF_TYPE_Q4_K> : rfk_fragments_k<RF_TYPE_Q4_K> {};
 template <> struct rfk_fragments<RF_TYPE_Q5_K> : rfk_fragments_k<RF_TYPE_Q5_K> {};
 
-/* Q6_K: a fragment is every other 16 values of half a block: they share 16 bytes of high bits. */
+/* Four times the values of pieces i and 2 + i of Q6_K, of their bytes (rfk_q6_byte). */
+RFK_DEVICE void rfk_q6_values(uint32_t code, uint32_t last, int i, int *first, int *second) {
+    *first = (int)(code & 0xfcfcfcfcu);
+    *second = (int)((code << 6 & 0xc0c0c0c0u) | ((i ? last << 2 : last >> 2) & 0x3c3c3c3cu));
+}
+
+/* Q6_K: a fragment is every other 16 values of half a block: they share 16 bytes of codes' last bits. */
 template <> struct rfk_fragments<RF_TYPE_Q6_K> {
-    static const int VALUES = 64, DOTS = 4, ORDER = RFK_ORDER_Q6;
+    static const int VALUES = 64, DOTS = 4, ORDER = RFK_ORDER_Q6, OFFSET = 0;
     typedef rfk_fragment loaded;
     template <int WAVE> RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_fragment_at &at) {
         uint32_t half = row * (n_in / 128) + lane / 2, odd = lane % 2; /* halves of 128 weights */
@@ -5073,21 +5128,19 @@ template <> struct rfk_fragments<RF_TYPE_Q6_K> {
         at.o[2] += WAVE / 2;
     }
     RFK_DEVICE void unpack(const rfk_fragment &w, uint32_t lane, rfk_fragment_weights &o) {
-        int low[2][4], high[4];
-        rfk_words(w.q[0], low[0]);
-        rfk_words(w.q[1], low[1]);
-        rfk_words(w.q[2], high);
-        RFK_UNROLL(4)
-        for (int i = 0; i < 4; i++) { /* scale of piece i: byte 2 * i + odd, signed */
+        int code[2][4], last[4]; /* rfk_q6_byte */
+        rfk_words(w.q[0], code[0]);
+        rfk_words(w.q[1], code[1]);
+        rfk_words(w.q[2], last);
+        RFK_UNROLL(2)
+        for (int i = 0; i < 2; i++)
             RFK_UNROLL(4)
-            for (int k = 0; k < 4; k++) {
-                int q = i < 2 ? low[i][k] : low[i - 2][k] >> 4,
-                    h = i < 2 ? (int)((uint32_t)high[k] << (4 - 2 * i)) : (int)((uint32_t)high[k] >> (2 * i - 4));
-                o.q[4 * i + k] = (q & 0x0f0f0f0f) | (h & 0x30303030);
-            }
+            for (int k = 0; k < 4; k++)
+                rfk_q6_values((uint32_t)code[i][k], (uint32_t)last[k], i, &o.q[4 * i + k], &o.q[8 + 4 * i + k]);
+        RFK_UNROLL(4)
+        for (int i = 0; i < 4; i++) /* scale of piece i: byte 2 * i + odd, signed */
             o.s[i] = rfk_byte_to_float(w.s[i / 2] ^ 0x80808080u, lane % 2 + 2 * (uint32_t)(i % 2)) - 128.0f;
-        }
-        o.s[4] = rfk_low_half(w.s[2]);
+        o.s[4] = rfk_low_half(w.s[2]) / 4;
     }
     RFK_DEVICE float join(const float *s, const float *dots, const rfk_fragment_scales &x, float total) {
         float sum = 0;
@@ -5106,11 +5159,11 @@ RFK_DEVICE constexpr bool rfk_has_one_dot(uint32_t type) {
     return type == RF_TYPE_IQ4_NL || type == RF_TYPE_IQ4_XS || type == RF_TYPE_MXFP4;
 }
 template <int TYPE> struct rfk_format {
-    static const int OFFSET = 0, HAS_MIN = 0;
+    static const int HAS_MIN = 0;
 };
 template <int TYPE> struct rfk_fragments {
     static const int ONLY = TYPE - RFK_ONE(0); /* the type of RFK_ONE; RFK_OTHER: negative */
-    static const int VALUES = 32, DOTS = 2, ORDER = RFK_ORDER_NIBBLES(rfk_split_codes<ONLY>::LANES);
+    static const int VALUES = 32, DOTS = 2, ORDER = RFK_ORDER_NIBBLES(rfk_split_codes<ONLY>::LANES), OFFSET = 0;
     typedef rfk_raw loaded;
     template <int WAVE> RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_fragment_at &at) {
         at.o[0] = row * (n_in / 32) + lane;
@@ -5160,8 +5213,7 @@ template <int TYPE> RFK_DEVICE bool rfk_is_q2(uint32_t type) {
 template <int TYPE> RFK_DEVICE bool rfk_is_q2(const rfk_raw &r) { return rfk_is_q2<TYPE>(r.type); }
 template <int TYPE> RFK_DEVICE bool rfk_is_q2(const rfk_fragment &) { return false; }
 
-/* A fragment's weights for rfk_dot_unpacked: those of Q4_K that are the upper four bits of a byte may stay there, times
- * 16. */
+/* A fragment's weights for rfk_dot_unpacked. TIMES_16: those that are the upper four bits of a byte stay there. */
 template <int TYPE, bool SPLIT = rfk_split_codes<TYPE - RFK_ONE(0)>::IS> struct rfk_unpack_dots {
     static const bool TIMES_16 = false;
     RFK_DEVICE void run(const typename rfk_fragments<TYPE>::loaded &raw, uint32_t lane, rfk_fragment_weights &w) {
@@ -5183,27 +5235,32 @@ template <int CODES> RFK_DEVICE void rfk_dots_of_codes(const int *w, const rfk_f
     dots[1] = rfk_dot_to_float(rfk_dot_codes<CODES>(w + 2, x.piece[1], one ? first : RFK_DOT_START));
 }
 #if defined(RFK_HAS_UNSIGNED_DOT4)
-template <> struct rfk_unpack_dots<RF_TYPE_Q4_K> {
+template <int TYPE> struct rfk_unpack_nibbles {
     static const bool TIMES_16 = true;
     RFK_DEVICE void run(const rfk_fragment &raw, uint32_t lane, rfk_fragment_weights &w) {
-        RFK_UNROLL(2)
-        for (int i = 0; i < 2; i++) {
-            int *low = w.q + 4 * i, *high = low + 8;
-            rfk_words(raw.q[i], low);
-            RFK_UNROLL(4)
-            for (int k = 0; k < 4; k++) high[k] = low[k] & (int)0xf0f0f0f0u, low[k] = rfk_low4(low[k]);
-        }
-        rfk_fragments<RF_TYPE_Q4_K>::unpack_scales(raw, lane % 4, w);
+        rfk_fragments<TYPE>::template unpack_by<true>(raw, lane, w);
     }
 };
-/* The dot products of Q4_K's two groups. */
-RFK_DEVICE void rfk_dots_times_16(const int *w, const rfk_fragment_x &x, float *dots) {
-    dots[0] = rfk_dot_to_float(rfk_dot16_unsigned(w + 4, x.piece[1], rfk_dot16_unsigned(w, x.piece[0], RFK_DOT_START)));
-    const int upper = rfk_dot16_unsigned(w + 12, x.piece[3], rfk_dot16_unsigned(w + 8, x.piece[2], RFK_DOT_START));
-    dots[1] = rfk_fma(rfk_as_float((uint32_t)upper), 0.0625f, -12582912.0f / 16); /* exact */
+template <> struct rfk_unpack_dots<RF_TYPE_Q4_0, false> : rfk_unpack_nibbles<RF_TYPE_Q4_0> {};
+template <> struct rfk_unpack_dots<RF_TYPE_Q4_1, false> : rfk_unpack_nibbles<RF_TYPE_Q4_1> {};
+template <> struct rfk_unpack_dots<RF_TYPE_Q4_K, false> : rfk_unpack_nibbles<RF_TYPE_Q4_K> {};
+/* The dot products of a fragment's two groups: low and high nibbles, or, of blocks of 32, those of half of them. */
+template <int TYPE>
+RFK_DEVICE void rfk_dots_times_16(const int *w, const rfk_fragment_x &x, const int *start, float *dots) {
+    if (TYPE == RF_TYPE_Q4_K) {
+        dots[0] = rfk_dot_to_float(rfk_dot16_unsigned(w + 4, x.piece[1], rfk_dot16_unsigned(w, x.piece[0], start[0])));
+        const int upper = rfk_dot16_unsigned(w + 12, x.piece[3], rfk_dot16_unsigned(w + 8, x.piece[2], start[1]));
+        dots[1] = rfk_fma(rfk_as_float((uint32_t)upper), 0.0625f, -12582912.0f / 16); /* exact */
+        return;
+    }
+    RFK_UNROLL(2)
+    for (int h = 0; h < 2; h++) {
+        const int upper = rfk_dot16_unsigned(w + 8 * h + 4, x.piece[2 * h + 1], 0) >> 4;
+        dots[h] = rfk_dot_to_float(rfk_dot16_unsigned(w + 8 * h, x.piece[2 * h], start[h] + upper));
+    }
 }
 #else
-RFK_DEVICE void rfk_dots_times_16(const int *, const rfk_fragment_x &, float *) {}
+template <int TYPE> RFK_DEVICE void rfk_dots_times_16(const int *, const rfk_fragment_x &, const int *, float *) {}
 #endif
 
 /* Add the products of an unpacked fragment (rfk_unpack_dots) and a column's part of it to total. is_q2: a Q2_K unit.
@@ -5211,24 +5268,24 @@ RFK_DEVICE void rfk_dots_times_16(const int *, const rfk_fragment_x &, float *) 
 template <int TYPE, bool LOOKED_UP = false>
 RFK_DEVICE float rfk_dot_unpacked(const rfk_fragment_weights &w, bool is_q2, const rfk_fragment_x &x, float total) {
     typedef rfk_fragments<TYPE> F;
-    const bool offset = rfk_format<TYPE>::OFFSET != 0, has_min = rfk_format<TYPE>::HAS_MIN != 0;
+    const bool offset = F::OFFSET != 0, has_min = rfk_format<TYPE>::HAS_MIN != 0;
     rfk_fragment_scales scales = {{x.scale.x, x.scale.y, x.scale.z, x.scale.w}, {x.scale.z, x.scale.w}};
     float dots[4];
-    if (rfk_unpack_dots<TYPE>::TIMES_16) rfk_dots_times_16(w.q, x, dots);
+    int start[2];
+    RFK_UNROLL(2)
+    for (int h = 0; h < 2; h++)
+        start[h] = has_min || !offset ? RFK_DOT_START : (int)rfk_as_bits(scales.sums[h]);
+    if (rfk_unpack_dots<TYPE>::TIMES_16) rfk_dots_times_16<TYPE>(w.q, x, start, dots);
     else if (rfk_split_codes<TYPE - RFK_ONE(0)>::IS && !LOOKED_UP) rfk_dots_of_codes<TYPE - RFK_ONE(0)>(w.q, x, dots);
     else if (TYPE >= RFK_OTHER || F::DOTS == 4) {
-        const float start[4] = {x.start.x, x.start.y, x.start.z, x.start.w};
         RFK_UNROLL(4)
         for (int i = 0; i < F::DOTS; i++)
-            dots[i] = rfk_dot_to_float(
-                rfk_dot16(w.q + 4 * i, x.piece[i], offset ? (int)rfk_as_bits(start[i]) : RFK_DOT_START));
+            dots[i] = rfk_dot_to_float(rfk_dot16(w.q + 4 * i, x.piece[i], RFK_DOT_START));
     } else {
         RFK_UNROLL(2)
-        for (int h = 0; h < 2; h++) {
-            const int start = has_min || !offset ? RFK_DOT_START : (int)rfk_as_bits(scales.sums[h]);
+        for (int h = 0; h < 2; h++)
             dots[h] = rfk_dot_to_float(rfk_dot16(w.q + 8 * h + 4, x.piece[2 * h + 1],
-                                                 rfk_dot16(w.q + 8 * h, x.piece[2 * h], start)));
-        }
+                                                 rfk_dot16(w.q + 8 * h, x.piece[2 * h], start[h])));
     }
     if (TYPE >= RFK_OTHER) {
         const int ones[4] = {0x01010101, 0x01010101, 0x01010101, 0x01010101};
@@ -5299,7 +5356,6 @@ template <int TYPE> RFK_DEVICE void rfk_load_x(const rfk_column &c, uint32_t fra
     RFK_UNROLL(4)
     for (uint32_t j = 0; j < 4; j++) x.piece[j] = c.piece[j * c.n_fragments + fragment];
     x.scale = reinterpret_cast<const float4 *>(c.scale)[fragment];
-    if (TYPE == RF_TYPE_Q6_K) x.start = reinterpret_cast<const float4 *>(c.start)[fragment];
 }
 
 /* Store act(gate) * sum of a row and column, the results of two products, and return it. ARGS: rfk_fused_args or
@@ -5374,7 +5430,7 @@ RFK_DEVICE void rfk_fused_block(const rfk_fused_args &a, const rfk_product &p, u
     c.order = F::ORDER;
     c.wave = WAVE;
     c.has_min = rfk_format<TYPE>::HAS_MIN;
-    c.offset = rfk_format<TYPE>::OFFSET;
+    c.offset = F::OFFSET;
     float weight[4], to_norm = 0;
     rfk_prefetch_norms(a);
     rfk_norm_weights(a, threadIdx.x, weight);
@@ -5482,7 +5538,7 @@ static __host__ __device__ constexpr bool rfk_is_in(int set, uint32_t type) {
                                    : set == RFK_SET_FUSED;
 }
 
-/* grid: the blocks of each product   block RFK_FUSED_BLOCK   LDS 6 KiB and 1.5 bytes a value of the column
+/* grid: the blocks of each product   block RFK_FUSED_BLOCK   LDS 6 KiB and 1.25 bytes a value of the column
  *   reads W once
  * U: fragments in flight a lane, or fewer if the type needs more registers; SET: RFK_SET_OTHER is for RFK_OTHER types,
  * where U does not matter */
@@ -5593,7 +5649,7 @@ RFK_DEVICE void rfk_pairs_block(const rfk_fused_args &a, const rfk_product &p, u
     typename F::loaded raw[U][2];
     rfk_fragment_at at[2];
     float sum[2] = {0, 0};
-    c.order = F::ORDER, c.wave = 32, c.has_min = rfk_format<TYPE>::HAS_MIN, c.offset = rfk_format<TYPE>::OFFSET;
+    c.order = F::ORDER, c.wave = 32, c.has_min = rfk_format<TYPE>::HAS_MIN, c.offset = F::OFFSET;
     float weight[4], to_norm = 0;
     rfk_prefetch_norms(a);
     rfk_norm_weights(a, threadIdx.x, weight);
@@ -5663,7 +5719,7 @@ RFK_DEVICE void rfk_pairs_block(const rfk_fused_args &a, const rfk_product &p, u
     rfk_quantize_results<32>(a, (threadIdx.x / 32 * n_blocks + number) * 32, n_out, s);
 }
 
-/* grid: the blocks of each product   block RFK_PAIRS_BLOCK   LDS 6 KiB and 1.5 bytes a value of the column
+/* grid: the blocks of each product   block RFK_PAIRS_BLOCK   LDS 6 KiB and 1.25 bytes a value of the column
  *   reads W once */
 template <int SET> static __global__ void RFK_RESIDENT(RFK_PAIRS_BLOCK, 1) rfk_pairs_matvec(rfk_fused_args a) {
     RFK_SHARED(rfk_fused_shared, s);
@@ -5898,11 +5954,10 @@ RFK_DEVICE void rfk_mixture_column(rfk_column &c, int4 *memory, uint32_t values)
     c.n_fragments = values / R::VALUES;
     c.piece = memory;
     c.scale = reinterpret_cast<float *>(memory + R::VALUES / 16 * c.n_fragments);
-    c.start = c.scale + 4 * c.n_fragments;
     c.order = R::ORDER;
     c.wave = WAVE;
     c.has_min = rfk_format<TYPE>::HAS_MIN;
-    c.offset = rfk_format<TYPE>::OFFSET;
+    c.offset = rfk_fragments<TYPE>::OFFSET;
 }
 
 /* Quantize the column's chunk i and store it. All lanes of a wave take part. */
@@ -5923,7 +5978,7 @@ RFK_DEVICE void rfk_mixture_fill(const rfk_mixture_args &a, const rfk_column &c,
 template <int TYPE>
 RFK_DEVICE void rfk_mixture_set_scale(const rfk_column &c, uint32_t i, const rfk_int8_chunk &chunk, float weight) {
     const float d = rfk_mul(chunk.d, weight);
-    if (rfk_mixture_reads<TYPE>::VALUES == 64) rfk_put_scale(c, i, d, chunk.sum, chunk.sum + chunk.other);
+    if (rfk_mixture_reads<TYPE>::VALUES == 64) rfk_put_scale(c, i, d, chunk.sum + chunk.other);
     else if (i % 2 == 0) c.scale[i / 2] = d;
 }
 
@@ -6131,7 +6186,7 @@ RFK_DEVICE void rfk_prefetch_experts(const rfk_weight *w, uint32_t n_experts) {
 #endif
 }
 
-/* grid [blocks, rows]   block up to RFK_MIXTURE_BLOCK, at least two waves   LDS 1.5 bytes a value of the column
+/* grid [blocks, rows]   block up to RFK_MIXTURE_BLOCK, at least two waves   LDS 1.25 bytes a value of the column
  *   reads W once per row
  * The first wave finds the choices, the others quantize what they read meanwhile, 16 values a lane. */
 template <int TYPE, int WAVE, bool DOWN>
@@ -7312,7 +7367,7 @@ RFK_DEVICE void rfk_few_fragment(const rfk_few_args &a, uint32_t f, const int4 *
 /* Store an unpacked fragment in shared memory. */
 template <int TYPE>
 RFK_DEVICE void rfk_few_store(const typename rfk_fragments<TYPE>::loaded &raw, uint32_t lane, int4 *w, float *scale) {
-    const int offset = rfk_format<TYPE>::OFFSET;
+    const int offset = rfk_fragments<TYPE>::OFFSET;
     rfk_fragment_weights o;
     rfk_fragments<TYPE>::unpack(raw, lane, o);
     RFK_UNROLL(4)
@@ -7385,8 +7440,7 @@ struct rfk_rows_shared {
 };
 
 RFK_DEVICE rfk_column rfk_column_of(rfk_column c, uint32_t i) {
-    c.piece += i * 6 * c.n_fragments, c.scale += i * 24 * c.n_fragments, c.start += i * 24 * c.n_fragments;
-    c.grid += i * 24 * c.n_fragments;
+    c.piece += i * 5 * c.n_fragments, c.scale += i * 20 * c.n_fragments, c.grid += i * 20 * c.n_fragments;
     return c;
 }
 
@@ -7404,10 +7458,10 @@ RFK_DEVICE void rfk_put_group(const rfk_column &c, uint32_t group, const int4 &f
     }
     uint32_t piece, fragment = rfk_chunk_fragment(c, 2 * group, &piece);
     c.piece[piece * c.n_fragments + fragment] = piece0;
-    rfk_put_scale(c, 2 * group, d, sum, sum + next);
+    rfk_put_scale(c, 2 * group, d, sum + next);
     fragment = rfk_chunk_fragment(c, 2 * group + 1, &piece);
     c.piece[piece * c.n_fragments + fragment] = piece1;
-    rfk_put_scale(c, 2 * group + 1, d, next, sum + next);
+    rfk_put_scale(c, 2 * group + 1, d, sum + next);
 }
 
 /* Copy the columns to shared memory, a group of 32 of a column a thread at a time. Waves without groups make the
@@ -7460,7 +7514,7 @@ RFK_DEVICE void rfk_rows_block(const rfk_few_args &a, const rfk_product &p, uint
     typename F::loaded raw[U];
     rfk_fragment_at at;
     float sum[RFK_ROWS_MAX] = {0}, gate = 0;
-    c.order = F::ORDER, c.wave = WAVE, c.has_min = rfk_format<TYPE>::HAS_MIN, c.offset = rfk_format<TYPE>::OFFSET;
+    c.order = F::ORDER, c.wave = WAVE, c.has_min = rfk_format<TYPE>::HAS_MIN, c.offset = F::OFFSET;
     F::template begin<WAVE>(p.row0 + row, a.n_in, lane, at);
     RFK_UNROLL(4)
     for (uint32_t k = 0; k < (uint32_t)U; k++) {
@@ -7527,7 +7581,7 @@ RFK_DEVICE void rfk_rows_one(const rfk_few_args &a, const rfk_product &p, uint32
     else rfk_rows_block<TYPE, WAVE, RFK_ROWS_IN_FLIGHT, false>(a, p, number, n_blocks, c, factors);
 }
 
-/* grid: the blocks of each product   block RFK_ROWS_BLOCK   LDS 1.5 bytes a value of the columns   reads W once */
+/* grid: the blocks of each product   block RFK_ROWS_BLOCK   LDS 1.25 bytes a value of the columns   reads W once */
 template <int WAVE, bool OTHER>
 static __global__ void RFK_RESIDENT(RFK_ROWS_BLOCK, RFK_ROWS_RESIDENT) rfk_rows(rfk_few_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
@@ -7765,23 +7819,18 @@ template <> struct rfk_direct<RF_TYPE_Q6_K> {
         RFK_UNROLL(2)
         for (int r = 0; r < 2; r++) {
             o.scale[r] = *reinterpret_cast<const int4 *>(w + (threadIdx.x % 32 / 4 + 8 * r) * ROW + 192);
-            o.d[r] = rfk_low_half(loaded.d[r]);
+            o.d[r] = rfk_low_half(loaded.d[r]) / 4;
         }
     }
     RFK_DEVICE void unpack(const uint8_t *w, uint32_t j, int (&a)[4][4]) {
         RFK_UNROLL(2)
         for (int r = 0; r < 2; r++) {
             const uint8_t *const row = w + (threadIdx.x % 32 / 4 + 8 * r) * ROW + 4 * (threadIdx.x % 4);
-            const uint32_t high = *reinterpret_cast<const uint32_t *>(row + 128 + 16 * j);
-            uint32_t low[2];
-            low[0] = *reinterpret_cast<const uint32_t *>(row + j / 2 * 64 + j % 2 * 16);
-            low[1] = *reinterpret_cast<const uint32_t *>(row + j / 2 * 64 + j % 2 * 16 + 32);
-            RFK_UNROLL(4)
-            for (uint32_t i = 0; i < 4; i++) {
-                const uint32_t q = i < 2 ? low[i] : low[i - 2] >> 4,
-                               bits = i < 2 ? high << (4 - 2 * i) : high >> (2 * i - 4);
-                a[i][r] = (int)((q & 0x0f0f0f0fu) | (bits & 0x30303030u));
-            }
+            const uint32_t last = *reinterpret_cast<const uint32_t *>(row + 128 + 16 * j);
+            RFK_UNROLL(2)
+            for (int i = 0; i < 2; i++)
+                rfk_q6_values(*reinterpret_cast<const uint32_t *>(row + j / 2 * 64 + j % 2 * 16 + 32 * i), last, i,
+                              &a[i][r], &a[2 + i][r]);
         }
     }
     RFK_DEVICE void get_scales(const scales &h, bool half, uint32_t j, float (&s)[2][RFK_SCALES]) {
@@ -7847,7 +7896,7 @@ template <int TYPE, uint32_t COLS>
 RFK_DEVICE void rfk_direct_copy(const rfk_few_args &a, uint32_t block, rfk_direct_x<COLS> &to) {
     const uint32_t N = COLS < 8 ? COLS : 8, lane = threadIdx.x % 32, into = COLS == 16 ? threadIdx.x / 256 * 8 : 0,
                    col = blockIdx.x * COLS + into, two = lane / (N / 4), four = lane % (N / 4) * 4;
-    const bool offset = rfk_format<TYPE>::OFFSET != 0;
+    const bool offset = rfk_fragments<TYPE>::OFFSET != 0;
     const size_t tile = col / RFK_FEW_ROWS, first = col % RFK_FEW_ROWS,
                  piece = tile * a.n_in + block * 16 * RFK_FEW_ROWS + first,
                  group = tile * (a.n_in / 2) + block * 8 * RFK_FEW_ROWS + first;
@@ -7878,7 +7927,7 @@ RFK_DEVICE void rfk_direct_fragment(const rfk_direct_x<COLS> &in, uint32_t eight
                                     const float (&s)[2][RFK_SCALES], float *sum) {
     typedef rfk_fragments<TYPE> F;
     typedef rfk_direct<TYPE> D;
-    const bool has_min = rfk_format<TYPE>::HAS_MIN != 0, offset = rfk_format<TYPE>::OFFSET != 0, both = COLS == 4;
+    const bool has_min = rfk_format<TYPE>::HAS_MIN != 0, offset = F::OFFSET != 0, both = COLS == 4;
     const uint32_t lane = threadIdx.x % 32, quarter = lane % 4, col = both ? lane / 4 % 4 : 8 * eight + lane / 4,
                    to = both ? quarter % 2 * 2 : 8 * eight + quarter * 2, low = lane < 16 ? 0xffffffffu : 0,
                    of = both ? f + lane / 16 * 2 : f, made = both ? f + quarter / 2 * 2 : f;
@@ -7895,8 +7944,8 @@ RFK_DEVICE void rfk_direct_fragment(const rfk_direct_x<COLS> &in, uint32_t eight
                 const float2 more = *reinterpret_cast<const float2 *>(&in.sum[piece + 1][to]);
                 sums.x += more.x, sums.y += more.y; /* integers: exact */
             }
-            start[0] = (int)rfk_as_bits(rfk_fma(sums.x, -(float)rfk_format<TYPE>::OFFSET, 12582912.0f));
-            start[1] = (int)rfk_as_bits(rfk_fma(sums.y, -(float)rfk_format<TYPE>::OFFSET, 12582912.0f));
+            start[0] = (int)rfk_as_bits(rfk_fma(sums.x, -(float)F::OFFSET, 12582912.0f));
+            start[1] = (int)rfk_as_bits(rfk_fma(sums.y, -(float)F::OFFSET, 12582912.0f));
         }
         if (D::ADJACENT) {
             const uint2 two = reinterpret_cast<const uint2 *>(&in.q[from + quarter / 2][col])[quarter % 2];
@@ -8144,7 +8193,7 @@ template <int TYPE> struct rfk_staged_fragments : rfk_fragments<TYPE> {
 template <> struct rfk_staged_fragments<RF_TYPE_Q8_0> {
     typedef rfk_fragments<RF_TYPE_Q8_0> whole;
     static const uint32_t PARTS = 2;
-    static const int VALUES = 32, DOTS = 2, ORDER = whole::ORDER;
+    static const int VALUES = 32, DOTS = 2, ORDER = whole::ORDER, OFFSET = 0;
     struct loaded {
         int4 q[2];
         uint32_t d[2];
@@ -8280,7 +8329,7 @@ template <int TYPE>
 RFK_DEVICE void rfk_store_staged(const typename rfk_staged_fragments<TYPE>::loaded &raw, uint32_t lane,
                                  const uint32_t *grid, uint32_t k, int4 *w, float (*scale)[4]) {
     typedef rfk_staged<TYPE> D;
-    const int offset = rfk_format<TYPE>::OFFSET;
+    const int offset = rfk_staged_fragments<TYPE>::OFFSET;
     rfk_fragment_weights o;
     rfk_unpack_bytes<TYPE, rfk_grid_of<TYPE>::IS>::run(raw, lane, grid, o);
     RFK_UNROLL(4)
@@ -14127,8 +14176,8 @@ static void rfk_allow_kernels(rf_dev *d) {
     d->clusters =
         d->early && cudaDeviceGetAttribute(&value, cudaDevAttrClusterLaunch, d->index) == cudaSuccess && value;
     for (int set = 0; set < RFK_SET_ONE + (int)RF_TYPE_COUNT; set++) {
-        (void)rfk_allow_memory((const void *)rfk_find_fused_one(set), RFK_MAX_COLUMN / 64 * 96 + RFK_MAX_GRID);
-        (void)rfk_allow_memory((const void *)rfk_find_pairs(set), RFK_MAX_COLUMN / 64 * 96 + RFK_MAX_GRID);
+        (void)rfk_allow_memory((const void *)rfk_find_fused_one(set), rfk_columns_bytes(RFK_MAX_COLUMN) + RFK_MAX_GRID);
+        (void)rfk_allow_memory((const void *)rfk_find_pairs(set), rfk_columns_bytes(RFK_MAX_COLUMN) + RFK_MAX_GRID);
     }
     for (uint32_t type = 0; type < RF_TYPE_COUNT; type++) {
         if (!rfk_staged_kernel(type, 8)) continue;
@@ -15299,9 +15348,7 @@ static uint32_t rfk_match_shared(const rf_plan *plan, uint32_t i, uint32_t end, 
     return 0;
 }
 
-/* Bytes of shared memory for n values of columns. */
-static uint32_t rfk_columns_bytes(uint32_t n) { return n + n / 2; }
-#define RFK_COLUMNS_BYTES (44u * 1024u)
+#define RFK_COLUMNS_BYTES (38u * 1024u)
 
 /* Match a mixture from op i on: gate, up, activation, down and the weighted sum of the chosen experts.   Returns
  * whether; *up and *down become its launches. */
@@ -17217,7 +17264,7 @@ static rf_result rfk_run_few_products(rfk_launching *l, rfk_few_args a, int way)
     memcpy(a.part, products.part, sizeof a.part);
     a.n_tiles = a.glu ? a.part[0].end_block : tiles;
     rfk_config c = {dim3(), dim3(), 0, rfk_early_carveout(l), l->q->stream, 0};
-    c.shared_bytes = a.n_in / 64 * 96 * a.n_cols + rfk_grid_bytes(a.part, l->together);
+    c.shared_bytes = rfk_columns_bytes(a.n_in) * a.n_cols + rfk_grid_bytes(a.part, l->together);
     const uint32_t max_cols = way != RFK_FEW_DIRECT                 ? RFK_ROWS_MAX
                               : p->few_way.kernel == RFK_FEW_DIRECT ? 1
                                                                     : RFK_ROWS_MIXTURE;
@@ -17330,7 +17377,7 @@ static rf_result rfk_run_fused_matvec(rfk_launching *l, const rfk_fused *f) {
     const bool other = rfk_is_other(p->plan, f->products);
     const bool pairs = RFK_HAS_PAIRS(p->dev) && (other || config->in_flight == 2);
     const uint32_t waves = RFK_FUSED_BLOCK_OF(p->dev) / p->dev->wave,
-                   shared = a.n_in / 64 * 96 + rfk_grid_bytes(a.part, f->n_products);
+                   shared = rfk_columns_bytes(a.n_in) + rfk_grid_bytes(a.part, f->n_products);
     uint32_t per_cu = config->blocks_per_cu;
     if (a.sum.n_members) /* blocks wait for others, so that all must run at once */
         per_cu = 2 * (shared + sizeof(rfk_fused_shared)) > p->dev->shared_bytes ? 1 : RFK_FUSED_RESIDENT;
