@@ -520,9 +520,9 @@ static uint32_t rfk_ceil_div(uint64_t a, uint32_t b) { return (uint32_t)((a + b 
 /* ==== 2 Weights ======================================================================================== >>weights
  * A quantized row is read in units of 32 weights: two halves of 16, adjacent in some types and STRIDE apart in others,
  * because that is what a 16-byte load of packed bytes holds. A weight is d * (q - OFFSET) - m, q a signed byte. Blocks
- * of Q4_K and Q5_K are multiples of 16 bytes, those of IQ1_M of 8: they stay as they are, but for the order of Q5_K's
- * fifth bits. The other types are repacked when they are written, from an array of structs to a struct of arrays
- * ("planes"), so that loads are aligned. */
+ * of Q4_K and Q5_K are multiples of 16 bytes, those of IQ1_M of 8: they stay as they are, but for Q5_K's codes. The
+ * other types are repacked when they are written, from an array of structs to a struct of arrays ("planes"), so that
+ * loads are aligned. */
 
 struct rfk_weight {
     const uint8_t *plane[4]; /* one array for each field of a block; [0] alone if not repacked */
@@ -549,12 +549,10 @@ struct rfk_packing {
     uint32_t at[4], bytes[4];
     uint32_t bits[2];  /* of the first two planes; 0: bytes as they are; else as rfk_unit_bits makes them */
 };
-/* rfk_packing.bits: 2 bits of each value, or sign bits, which IQ3_S has in bytes 8 to 39 of the plane's block, or Q5_K's
- * fifth bits in bytes 16 to 47, or NVFP4's scales, or the codes of Q3_K and Q6_K (rfk_q3_byte, rfk_q6_byte), which are in
- * two planes. */
+/* rfk_packing.bits: which function makes the bytes of a plane. Q3_K's and Q6_K's codes are in two planes. */
 enum {
-    RFK_BITS_IQ3_S = 3, RFK_BITS_IQ3_XXS, RFK_BITS_Q5_K, RFK_BITS_NVFP4, RFK_BITS_Q3_K, RFK_BITS_Q3_K_LAST,
-    RFK_BITS_Q6_K, RFK_BITS_Q6_K_LAST
+    RFK_BITS_PAIRS = 1, RFK_BITS_IQ3_S, RFK_BITS_IQ3_XXS, RFK_BITS_NVFP4, RFK_BITS_Q5_K, RFK_BITS_Q3_K,
+    RFK_BITS_Q3_K_LAST, RFK_BITS_Q6_K, RFK_BITS_Q6_K_LAST
 };
 
 static rfk_packing rfk_packing_of(uint32_t type) {
@@ -568,7 +566,7 @@ static rfk_packing rfk_packing_of(uint32_t type) {
         {RF_TYPE_Q4_1, {2, {4, 0, 0, 0}, {16, 4, 0, 0}, {0, 0}}},
         {RF_TYPE_Q5_0, {3, {6, 2, 0, 0}, {16, 4, 2, 0}, {0, 0}}},
         {RF_TYPE_Q5_1, {3, {8, 4, 0, 0}, {16, 4, 4, 0}, {0, 0}}},
-        {RF_TYPE_Q2_K, {3, {16, 0, 80, 0}, {64, 16, 4, 0}, {2, 0}}},
+        {RF_TYPE_Q2_K, {3, {16, 0, 80, 0}, {64, 16, 4, 0}, {RFK_BITS_PAIRS, 0}}},
         {RF_TYPE_Q3_K, {4, {32, 0, 96, 108}, {64, 32, 12, 2}, {RFK_BITS_Q3_K, RFK_BITS_Q3_K_LAST}}},
         {RF_TYPE_Q5_K, {1, {0, 0, 0, 0}, {176, 0, 0, 0}, {RFK_BITS_Q5_K, 0}}},
         {RF_TYPE_Q6_K, {4, {0, 128, 192, 208}, {128, 64, 16, 2}, {RFK_BITS_Q6_K, RFK_BITS_Q6_K_LAST}}},
@@ -583,7 +581,7 @@ static rfk_packing rfk_packing_of(uint32_t type) {
         {RF_TYPE_IQ2_S, {3, {2, 66, 0, 0}, {64, 16, 2, 0}, {0, 0}}},
         {RF_TYPE_IQ1_S, {3, {2, 34, 0, 0}, {32, 16, 2, 0}, {0, 0}}},
         {RF_TYPE_TQ1_0, {3, {0, 48, 52, 0}, {48, 4, 2, 0}, {0, 0}}},
-        {RF_TYPE_TQ2_0, {2, {0, 64, 0, 0}, {64, 2, 0, 0}, {2, 0}}},
+        {RF_TYPE_TQ2_0, {2, {0, 64, 0, 0}, {64, 2, 0, 0}, {RFK_BITS_PAIRS, 0}}},
         {RF_TYPE_Q1_0, {2, {2, 0, 0, 0}, {16, 2, 0, 0}, {0, 0}}},
         {RF_TYPE_Q2_0, {2, {2, 0, 0, 0}, {16, 2, 0, 0}, {0, 0}}},
     };
@@ -672,6 +670,15 @@ RFK_DEVICE void rfk_words(const int4 &v, int *w) { w[0] = v.x, w[1] = v.y, w[2] 
 /* Four signed bytes q - offset; q < 128. */
 RFK_DEVICE int rfk_subtract4(int q, int offset) {
     return (int)((((uint32_t)q | 0x80808080u) - (uint32_t)offset * 0x01010101u) ^ 0x80808080u);
+}
+
+/* v + more as a float, v of up to 23 bits. On NVIDIA a conversion takes as long as four other instructions. */
+RFK_DEVICE float rfk_to_float(uint32_t v, float more) {
+#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
+    return rfk_as_float(0x4b000000u | v) - (8388608.0f - more);
+#else
+    return (float)v + more;
+#endif
 }
 
 /* Bit i of `bits` to bit 4 of byte i. */
@@ -792,10 +799,16 @@ template <> struct rfk_format<RF_TYPE_Q4_K> {
     }
 };
 
-/* Add the fifth bits of Q5_K to word i of a unit's lower and upper nibbles: rfk_unit_fifths has made `bits`. */
-RFK_DEVICE void rfk_fifth_bits(uint32_t bits, uint32_t i, int *low, int *high) {
-    *low |= (int)(bits << (4 - i) & 0x10101010u);
-    *high |= (int)(bits >> i & 0x10101010u);
+/* Four codes of a unit's first half of Q5_K and four of its second, of word i: v, and the unit's last bits
+ * (rfk_q5_byte). IN_PLACE: where they are in their bytes, times 8. */
+template <bool IN_PLACE> RFK_DEVICE void rfk_q5_codes(uint32_t v, uint32_t last, uint32_t i, int &first, int &second) {
+    if (IN_PLACE) {
+        first = (int)(v & 0xf8f8f8f8u);
+        second = (int)((v << 5 & 0xe0e0e0e0u) | ((i < 2 ? last << (3 - 2 * i) : last >> (2 * i - 3)) & 0x18181818u));
+    } else {
+        first = (int)(v >> 3 & 0x1f1f1f1fu);
+        second = (int)((v << 2 & 0x1c1c1c1cu) | (last >> (2 * i) & 0x03030303u));
+    }
 }
 
 template <> struct rfk_format<RF_TYPE_Q5_K> {
@@ -807,9 +820,10 @@ template <> struct rfk_format<RF_TYPE_Q5_K> {
         r.c = rfk_load4(p + 16 + u % 8 * 4);
     }
     RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
-        rfk_nibbles(r.a, o.q);
+        int words[4];
+        rfk_words(r.a, words);
         RFK_UNROLL(4)
-        for (uint32_t i = 0; i < 4; i++) rfk_fifth_bits(r.c, i, &o.q[i], &o.q[4 + i]);
+        for (uint32_t i = 0; i < 4; i++) rfk_q5_codes<false>((uint32_t)words[i], r.c, i, o.q[i], o.q[4 + i]);
         rfk_k_scales(r.b, u % 8 / 2, o);
     }
 };
@@ -1150,7 +1164,7 @@ template <> struct rfk_format<RF_TYPE_IQ4_XS> {
         rfk_words(r.a, in);
         RFK_UNROLL(4)
         for (int i = 0; i < 4; i++) rfk_look_up(rfk_codes_iq4(), in[i], &o.q[i], &o.q[4 + i]);
-        o.d[0] = o.d[1] = rfk_from_half((uint16_t)(r.more[0] & 0xffff)) * (float)((int)scale - 32);
+        o.d[0] = o.d[1] = rfk_from_half((uint16_t)(r.more[0] & 0xffff)) * rfk_to_float(scale, -32);
     }
 };
 
@@ -1191,7 +1205,7 @@ template <> struct rfk_format<RF_TYPE_NVFP4> {
     }
 };
 
-/* Units of two bits a value: eight bytes, as rfk_unit_bits makes them. */
+/* Units of two bits a value: eight bytes, as rfk_pairs_byte makes them. */
 RFK_DEVICE void rfk_quarters(const uint32_t *two, int *q) {
     RFK_UNROLL(8)
     for (int i = 0; i < 8; i++) q[i] = (int)((two[i / 4] >> (i % 4 * 2)) & 0x03030303u);
@@ -1211,8 +1225,8 @@ template <> struct rfk_format<RF_TYPE_Q2_K> {
         rfk_quarters(r.more, o.q);
         RFK_UNROLL(2)
         for (int h = 0; h < 2; h++) {
-            o.d[h] = d * (float)((r.c >> (8 * h)) & 15);
-            o.m[h] = dmin * (float)((r.c >> (8 * h + 4)) & 15);
+            o.d[h] = d * rfk_to_float((r.c >> (8 * h)) & 15, 0);
+            o.m[h] = dmin * rfk_to_float((r.c >> (8 * h + 4)) & 15, 0);
         }
     }
 };
@@ -1229,7 +1243,8 @@ template <> struct rfk_format<RF_TYPE_Q3_K> {
     RFK_DECODER void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
         const float d = rfk_from_half((uint16_t)r.f) / 32;
         const uint32_t word[3] = {r.more[0], r.more[1], (uint32_t)r.a.x},
-                       last = (word[0] << 6 & 0xc0c0c0c0u) | (word[1] << 4 & 0x30303030u) | (word[2] << 2 & 0x0c0c0c0cu);
+                       last = (word[0] << 6 & 0xc0c0c0c0u) | (word[1] << 4 & 0x30303030u) |
+                              (word[2] << 2 & 0x0c0c0c0cu);
         u %= 8;
         RFK_UNROLL(4) /* 32 times the values: their three bits are a byte's upper ones */
         for (int i = 0; i < 4; i++) {
@@ -1239,7 +1254,7 @@ template <> struct rfk_format<RF_TYPE_Q3_K> {
         RFK_UNROLL(2)
         for (uint32_t h = 0; h < 2; h++) {
             uint32_t scale = ((r.c >> (8 * h + u / 4 * 4)) & 15) | ((r.e >> (8 * h + u / 2 * 2)) & 3) << 4;
-            o.d[h] = d * (float)((int)scale - 32);
+            o.d[h] = d * rfk_to_float(scale, -32);
         }
     }
 };
@@ -1262,7 +1277,7 @@ template <> struct rfk_format<RF_TYPE_IQ3_XXS> {
             const uint32_t inverted = (v[0] << 1 & 0x04040404u) | 0xf8f8f8f8u;
             o.q[i] = (int)(v[0] ^ (rfk_bits_to_bytes(signs, (uint32_t)i) & inverted));
         }
-        o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.e) * (0.5f + (float)((fours | fours >> 2) & 15)) * 0.5f;
+        o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.e) * rfk_to_float((fours | fours >> 2) & 15, 0.5f) * 0.5f;
     }
 };
 
@@ -1284,7 +1299,7 @@ template <> struct rfk_format<RF_TYPE_IQ3_S> {
             rfk_grid_entry<RF_TYPE_IQ3_S, SHARED>(grid, index, v);
             o.q[i] = (int)(v[0] ^ (rfk_bits_to_bytes(r.c, (uint32_t)i) & 0xfefefefeu)); /* values are odd */
         }
-        o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.a.x) * (float)(1 + 2 * ((r.f >> (u % 2 * 4)) & 15));
+        o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.a.x) * rfk_to_float(2 * ((r.f >> (u % 2 * 4)) & 15), 1);
     }
 };
 
@@ -1302,7 +1317,7 @@ template <> struct rfk_format<RF_TYPE_IQ2_XXS> {
             rfk_grid_entry<RF_TYPE_IQ2_XXS, SHARED>(grid, (r.more[0] >> (8 * i)) & 255, v);
             rfk_grid2(v, rfk_even_signs(r.more[1] >> (7 * i)), o.q + 2 * i);
         }
-        o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.c) * (0.5f + (float)(r.more[1] >> 28)) * 0.25f;
+        o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.c) * rfk_to_float(r.more[1] >> 28, 0.5f) * 0.25f;
     }
 };
 
@@ -1323,7 +1338,7 @@ template <> struct rfk_format<RF_TYPE_IQ2_XS> {
         }
         RFK_UNROLL(2)
         for (int h = 0; h < 2; h++)
-            o.d[h] = rfk_from_half((uint16_t)r.e) * (0.5f + (float)((r.c >> (4 * h)) & 15)) * 0.25f;
+            o.d[h] = rfk_from_half((uint16_t)r.e) * rfk_to_float((r.c >> (4 * h)) & 15, 0.5f) * 0.25f;
     }
 };
 
@@ -1348,7 +1363,7 @@ template <> struct rfk_format<RF_TYPE_IQ2_S> {
         }
         RFK_UNROLL(2)
         for (int h = 0; h < 2; h++)
-            o.d[h] = rfk_from_half((uint16_t)r.f) * (0.5f + (float)((r.e >> (4 * h)) & 15)) * 0.25f;
+            o.d[h] = rfk_from_half((uint16_t)r.f) * rfk_to_float((r.e >> (4 * h)) & 15, 0.5f) * 0.25f;
     }
 };
 
@@ -1367,7 +1382,7 @@ template <> struct rfk_format<RF_TYPE_IQ1_S> {
             rfk_grid_entry<RF_TYPE_IQ1_S, SHARED>(grid, ((r.c >> (8 * i)) & 255) | ((r.e >> (3 * i)) & 7) << 8, v);
             rfk_grid1(v, r.e >> 15, o.q + 2 * i);
         }
-        o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.f) * (float)(2 * ((r.e >> 12) & 7) + 1) * 0.125f;
+        o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.f) * rfk_to_float(2 * ((r.e >> 12) & 7), 1) * 0.125f;
     }
 };
 
@@ -1390,8 +1405,8 @@ template <> struct rfk_format<RF_TYPE_IQ1_M> {
         uint32_t d = ((r.more[0] >> 12) & 15) | ((r.more[0] >> 24) & 0xf0) | ((r.more[1] >> 4) & 0xf00) |
                      ((r.more[1] >> 16) & 0xf000),
                  scales = (u % 8 < 4 ? r.more[0] : r.more[1]) >> (u / 2 % 2 * 16 + u % 2 * 6);
-        o.d[0] = rfk_from_half((uint16_t)d) * (float)(2 * (scales & 7) + 1) * 0.125f;
-        o.d[1] = rfk_from_half((uint16_t)d) * (float)(2 * ((scales >> 3) & 7) + 1) * 0.125f;
+        o.d[0] = rfk_from_half((uint16_t)d) * rfk_to_float(2 * (scales & 7), 1) * 0.125f;
+        o.d[1] = rfk_from_half((uint16_t)d) * rfk_to_float(2 * ((scales >> 3) & 7), 1) * 0.125f;
     }
 };
 
@@ -1628,19 +1643,6 @@ RFK_DEVICE uint8_t rfk_unit_signs(const uint8_t *from, uint32_t at, uint32_t bit
     }
     return (uint8_t)signs;
 }
-/* Byte `at` of a Q5_K block: bytes 16 to 47 become a word for each unit, whose byte k has in bit i < 4 the fifth bit of
- * the lower nibble of the unit's byte 4i + k, in bit 4 + i that of the upper one. In the file byte k there has bits of
- * value k of all groups of 32. */
-RFK_DEVICE uint8_t rfk_unit_fifths(const uint8_t *from, uint32_t at) {
-    if (at < 16 || at >= 48) return from[at];
-    const uint32_t u = at / 4 - 4;
-    uint32_t out = 0;
-    for (uint32_t i = 0; i < 4; i++) {
-        const uint32_t byte = from[16 + u % 2 * 16 + 4 * i + at % 4] >> (u / 2 * 2);
-        out |= (byte & 1) << i | (byte >> 1 & 1) << (4 + i);
-    }
-    return (uint8_t)out;
-}
 /* The code of a value of Q3_K, k of unit u, of Q6_K, l of a piece of 32 in half n, less its offset: 3 or 6 bits of a
  * two's complement. */
 RFK_DEVICE uint32_t rfk_q3_code(const uint8_t *block, uint32_t u, uint32_t k) {
@@ -1652,8 +1654,8 @@ RFK_DEVICE uint32_t rfk_q6_code(const uint8_t *block, uint32_t n, uint32_t piece
     return (low | high << 4) ^ 32;
 }
 /* Codes are in a byte's upper bits, where one instruction makes a signed byte of them: 32 or 4 times the value.
- * Byte k of word i of a unit of Q3_K: the codes of values 8i + k and 8i + 4 + k, and two bits of six: the codes of 24 + k
- * and 28 + k. */
+ * Byte k of word i of a unit of Q3_K: the codes of values 8i + k and 8i + 4 + k, and two bits of six: the codes of
+ * values 24 + k and 28 + k. */
 RFK_DEVICE uint8_t rfk_q3_byte(const uint8_t *block, uint32_t u, uint32_t i, uint32_t k) {
     const uint32_t six = rfk_q3_code(block, u, 24 + k) << 3 | rfk_q3_code(block, u, 28 + k);
     return (uint8_t)(rfk_q3_code(block, u, 8 * i + k) << 5 | rfk_q3_code(block, u, 8 * i + 4 + k) << 2 |
@@ -1666,23 +1668,44 @@ RFK_DEVICE uint8_t rfk_q6_byte(const uint8_t *block, uint32_t at, bool is_last) 
     if (is_last) return (uint8_t)(rfk_q6_code(block, n, 2, l) << 4 | (rfk_q6_code(block, n, 3, l) & 15));
     return (uint8_t)(rfk_q6_code(block, n, piece, l) << 2 | rfk_q6_code(block, n, piece + 2, l) >> 4);
 }
-/* Byte `at` of a plane in which units of 32 values have `bits` bits of each: bits / 4 words, whose byte k has bits of
- * the values k, 4 + k, 8 + k, ..., from the lowest up. In the file a byte has bits of one value of 8 / bits units. */
-RFK_DEVICE uint8_t rfk_unit_bits(const uint8_t *from, uint32_t at, uint32_t bits) {
-    if (bits == RFK_BITS_Q5_K) return rfk_unit_fifths(from, at);
-    if (bits == RFK_BITS_NVFP4) return from[at] == 0x7f ? 0 : from[at] & 0x7f; /* NaN counts as 0, a sign as none */
-    if (bits == RFK_BITS_Q3_K) return rfk_q3_byte(from - 32, at / 8, at % 8 / 4, at % 4);
-    if (bits == RFK_BITS_Q3_K_LAST) return rfk_q3_byte(from, at / 4, 2, at % 4);
-    if (bits == RFK_BITS_Q6_K) return rfk_q6_byte(from, at, false);
-    if (bits == RFK_BITS_Q6_K_LAST) return rfk_q6_byte(from - 128, at, true);
-    if (bits >= RFK_BITS_IQ3_S) return rfk_unit_signs(from, at, bits);
-    const uint32_t n = 8 / bits, unit = at / (4 * bits), first = at % (4 * bits) / 4 * 4 * n + at % 4;
-    uint32_t out = 0;
-    for (uint32_t i = 0; i < n; i++) {
-        const uint32_t byte = from[unit / n * 32 + first + 4 * i];
-        out |= ((byte >> (unit % n * bits)) & ((1u << bits) - 1)) << (i * bits);
+/* Byte `at` of a Q5_K block. A unit is 16 values of two groups each, low and high nibbles of the file: byte k of its
+ * word i from byte 48 on has the code of the first group's value 4i + k, and the first three bits of the second
+ * group's; byte k of its word from byte 16 on has, from bit 2i on, the last two. */
+RFK_DEVICE uint32_t rfk_q5_code(const uint8_t *block, uint32_t u, bool second, uint32_t k) {
+    const uint32_t l = u % 2 * 16 + k;
+    return (block[48 + u / 2 * 32 + l] >> (second ? 4 : 0) & 15u) | (block[16 + l] >> (u / 2 * 2 + second) & 1u) << 4;
+}
+RFK_DEVICE uint8_t rfk_q5_byte(const uint8_t *block, uint32_t at) {
+    uint32_t last = 0;
+    if (at < 16) return block[at];
+    if (at >= 48) {
+        const uint32_t u = (at - 48) / 16, k = at % 16;
+        return (uint8_t)(rfk_q5_code(block, u, false, k) << 3 | rfk_q5_code(block, u, true, k) >> 2);
     }
+    for (uint32_t i = 0; i < 4; i++) last |= (rfk_q5_code(block, at / 4 - 4, true, 4 * i + at % 4) & 3) << (2 * i);
+    return (uint8_t)last;
+}
+/* Byte `at` of a plane in which units of 32 values have two words: byte k of the first has, from the lowest up, the two
+ * bits each of values k, 4 + k, 8 + k and 12 + k, of the second those of the next 16. In the file a byte has bits of a
+ * value of each of four units. */
+RFK_DEVICE uint8_t rfk_pairs_byte(const uint8_t *from, uint32_t at) {
+    const uint32_t unit = at / 8, first = at % 8 / 4 * 16 + at % 4;
+    uint32_t out = 0;
+    for (uint32_t i = 0; i < 4; i++) out |= (from[unit / 4 * 32 + first + 4 * i] >> (unit % 4 * 2) & 3u) << (2 * i);
     return (uint8_t)out;
+}
+/* Byte `at` of a plane, which is in the file's block from `from` on. */
+RFK_DEVICE uint8_t rfk_unit_bits(const uint8_t *from, uint32_t at, uint32_t bits) {
+    switch (bits) {
+    case RFK_BITS_PAIRS: return rfk_pairs_byte(from, at);
+    case RFK_BITS_NVFP4: return from[at] == 0x7f ? 0 : from[at] & 0x7f; /* NaN counts as 0, a sign as none */
+    case RFK_BITS_Q5_K: return rfk_q5_byte(from, at);
+    case RFK_BITS_Q3_K: return rfk_q3_byte(from - 32, at / 8, at % 8 / 4, at % 4);
+    case RFK_BITS_Q3_K_LAST: return rfk_q3_byte(from, at / 4, 2, at % 4);
+    case RFK_BITS_Q6_K: return rfk_q6_byte(from, at, false);
+    case RFK_BITS_Q6_K_LAST: return rfk_q6_byte(from - 128, at, true);
+    default: return rfk_unit_signs(from, at, bits);
+    }
 }
 
 /* Blocks [0, n_blocks) of src, as in the file, to the planes of dst from block `first` on.
@@ -4660,7 +4683,8 @@ RFK_DEVICE uint32_t rfk_chunk_fragment(const rfk_column &c, uint32_t chunk, uint
     return chunk / 4;
 }
 
-/* Store the scales of 16 values: d and the sum of their group of 32 for most types; d where pieces lie in four groups. */
+/* Store the scales of 16 values: d and the sum of their group of 32 for most types; d where pieces lie in four
+ * groups. */
 RFK_DEVICE void rfk_put_scale(const rfk_column &c, uint32_t chunk, float d, int sum) {
     uint32_t piece, fragment = rfk_chunk_fragment(c, chunk, &piece);
     if (c.order >= RFK_ORDER_UNITS) {
@@ -4912,9 +4936,9 @@ RFK_DEVICE int rfk_dot16_unsigned(const int *w, const int4 &x, int sum) {
 #endif
 RFK_DEVICE int rfk_low4(int v) { return v & 0x0f0f0f0f; }
 RFK_DEVICE int rfk_high4(int v) { return (v >> 4) & 0x0f0f0f0f; }
-/* TIMES_16: high ones stay where they are in their bytes. */
-template <bool TIMES_16> RFK_DEVICE void rfk_split_nibbles(int v, int &low, int &high) {
-    high = TIMES_16 ? v & (int)0xf0f0f0f0u : rfk_high4(v);
+/* IN_PLACE: high ones stay where they are in their bytes, times 16. */
+template <bool IN_PLACE> RFK_DEVICE void rfk_split_nibbles(int v, int &low, int &high) {
+    high = IN_PLACE ? v & (int)0xf0f0f0f0u : rfk_high4(v);
     low = rfk_low4(v);
 }
 RFK_DEVICE float rfk_low_half(uint32_t v) { return rfk_from_half((uint16_t)(v & 0xffff)); }
@@ -4964,13 +4988,13 @@ template <int TYPE> struct rfk_fragments32 {
     RFK_DEVICE void unpack(const rfk_fragment &w, uint32_t lane, rfk_fragment_weights &o) {
         unpack_by<false>(w, lane, o);
     }
-    template <bool TIMES_16> RFK_DEVICE void unpack_by(const rfk_fragment &w, uint32_t, rfk_fragment_weights &o) {
+    template <bool IN_PLACE> RFK_DEVICE void unpack_by(const rfk_fragment &w, uint32_t, rfk_fragment_weights &o) {
         RFK_UNROLL(2)
         for (int h = 0; h < 2; h++) {
             int *low = o.q + 8 * h, *high = low + 4;
             rfk_words(w.q[h], low);
             RFK_UNROLL(4)
-            for (int i = 0; i < 4; i++) rfk_split_nibbles<TIMES_16>(low[i], low[i], high[i]);
+            for (int i = 0; i < 4; i++) rfk_split_nibbles<IN_PLACE>(low[i], low[i], high[i]);
             if (TYPE == RF_TYPE_Q5_0 || TYPE == RF_TYPE_Q5_1)
                 RFK_UNROLL(4)
                 for (int i = 0; i < 4; i++) {
@@ -5004,7 +5028,7 @@ template <int TYPE> struct rfk_fragments_k {
     template <int WAVE> RFK_DEVICE void begin(uint32_t row, uint32_t n_in, uint32_t lane, rfk_fragment_at &at) {
         at.o[0] = (row * (n_in / 256) + lane / 4) * BYTES;
         at.o[1] = at.o[0] + QUANTS + lane % 4 * 32;
-        if (FIVE) at.o[2] = at.o[0] + 16 + lane % 4 * 8; /* the fifth bits */
+        if (FIVE) at.o[2] = at.o[0] + 16 + lane % 4 * 8; /* the last bits of codes */
     }
     RFK_DEVICE void fetch(const rfk_weight &weight, const rfk_fragment_at &at, rfk_fragment &o) {
         const rfk_weight_once w = rfk_read_once(weight);
@@ -5022,7 +5046,7 @@ template <int TYPE> struct rfk_fragments_k {
     RFK_DEVICE void unpack(const rfk_fragment &w, uint32_t lane, rfk_fragment_weights &o) {
         unpack_by<false>(w, lane, o);
     }
-    template <bool TIMES_16>
+    template <bool IN_PLACE>
     RFK_DEVICE void unpack_by(const rfk_fragment &w, uint32_t lane, rfk_fragment_weights &o) {
         const uint32_t c = lane % 4; /* which of the block's four fragments */
         RFK_UNROLL(2)
@@ -5031,11 +5055,12 @@ template <int TYPE> struct rfk_fragments_k {
             rfk_words(w.q[i], low);
             RFK_UNROLL(4)
             for (uint32_t k = 0; k < 4; k++) {
-                rfk_split_nibbles<TIMES_16>(low[k], low[k], high[k]);
-                if (FIVE) rfk_fifth_bits(w.s[i], k, &low[k], &high[k]);
+                if (FIVE) rfk_q5_codes<IN_PLACE>((uint32_t)low[k], w.s[i], k, low[k], high[k]);
+                else rfk_split_nibbles<IN_PLACE>(low[k], low[k], high[k]);
             }
         }
         unpack_scales(w, c, o);
+        if (FIVE && IN_PLACE) o.s[4] /= 8;
     }
     /* 6-bit scales and minimums of the two groups; those of the last four groups have their upper two bits elsewhere.
      * c: which of the block's four fragments */
@@ -5213,16 +5238,16 @@ template <int TYPE> RFK_DEVICE bool rfk_is_q2(uint32_t type) {
 template <int TYPE> RFK_DEVICE bool rfk_is_q2(const rfk_raw &r) { return rfk_is_q2<TYPE>(r.type); }
 template <int TYPE> RFK_DEVICE bool rfk_is_q2(const rfk_fragment &) { return false; }
 
-/* A fragment's weights for rfk_dot_unpacked. TIMES_16: those that are the upper four bits of a byte stay there. */
+/* A fragment's weights for rfk_dot_unpacked. IN_PLACE: codes that are upper bits of a byte stay there. */
 template <int TYPE, bool SPLIT = rfk_split_codes<TYPE - RFK_ONE(0)>::IS> struct rfk_unpack_dots {
-    static const bool TIMES_16 = false;
+    static const bool IN_PLACE = false;
     RFK_DEVICE void run(const typename rfk_fragments<TYPE>::loaded &raw, uint32_t lane, rfk_fragment_weights &w) {
         rfk_fragments<TYPE>::unpack(raw, lane, w);
     }
 };
 /* Nibbles of rfk_split_codes stay as they are. */
 template <int TYPE> struct rfk_unpack_dots<TYPE, true> {
-    static const bool TIMES_16 = false;
+    static const bool IN_PLACE = false;
     RFK_DEVICE void run(const rfk_raw &raw, uint32_t lane, rfk_fragment_weights &w) {
         rfk_fragments<TYPE>::unpack(raw, lane, w); /* for the scales */
         rfk_words(raw.a, w.q);
@@ -5235,22 +5260,24 @@ template <int CODES> RFK_DEVICE void rfk_dots_of_codes(const int *w, const rfk_f
     dots[1] = rfk_dot_to_float(rfk_dot_codes<CODES>(w + 2, x.piece[1], one ? first : RFK_DOT_START));
 }
 #if defined(RFK_HAS_UNSIGNED_DOT4)
-template <int TYPE> struct rfk_unpack_nibbles {
-    static const bool TIMES_16 = true;
+template <int TYPE> struct rfk_unpack_in_place {
+    static const bool IN_PLACE = true;
     RFK_DEVICE void run(const rfk_fragment &raw, uint32_t lane, rfk_fragment_weights &w) {
         rfk_fragments<TYPE>::template unpack_by<true>(raw, lane, w);
     }
 };
-template <> struct rfk_unpack_dots<RF_TYPE_Q4_0, false> : rfk_unpack_nibbles<RF_TYPE_Q4_0> {};
-template <> struct rfk_unpack_dots<RF_TYPE_Q4_1, false> : rfk_unpack_nibbles<RF_TYPE_Q4_1> {};
-template <> struct rfk_unpack_dots<RF_TYPE_Q4_K, false> : rfk_unpack_nibbles<RF_TYPE_Q4_K> {};
+template <> struct rfk_unpack_dots<RF_TYPE_Q4_0, false> : rfk_unpack_in_place<RF_TYPE_Q4_0> {};
+template <> struct rfk_unpack_dots<RF_TYPE_Q4_1, false> : rfk_unpack_in_place<RF_TYPE_Q4_1> {};
+template <> struct rfk_unpack_dots<RF_TYPE_Q4_K, false> : rfk_unpack_in_place<RF_TYPE_Q4_K> {};
+template <> struct rfk_unpack_dots<RF_TYPE_Q5_K, false> : rfk_unpack_in_place<RF_TYPE_Q5_K> {};
 /* The dot products of a fragment's two groups: low and high nibbles, or, of blocks of 32, those of half of them. */
 template <int TYPE>
-RFK_DEVICE void rfk_dots_times_16(const int *w, const rfk_fragment_x &x, const int *start, float *dots) {
-    if (TYPE == RF_TYPE_Q4_K) {
+RFK_DEVICE void rfk_dots_in_place(const int *w, const rfk_fragment_x &x, const int *start, float *dots) {
+    if (TYPE == RF_TYPE_Q4_K || TYPE == RF_TYPE_Q5_K) {
         dots[0] = rfk_dot_to_float(rfk_dot16_unsigned(w + 4, x.piece[1], rfk_dot16_unsigned(w, x.piece[0], start[0])));
         const int upper = rfk_dot16_unsigned(w + 12, x.piece[3], rfk_dot16_unsigned(w + 8, x.piece[2], start[1]));
-        dots[1] = rfk_fma(rfk_as_float((uint32_t)upper), 0.0625f, -12582912.0f / 16); /* exact */
+        if (TYPE == RF_TYPE_Q5_K) dots[1] = rfk_dot_to_float(upper);
+        else dots[1] = rfk_fma(rfk_as_float((uint32_t)upper), 0.0625f, -12582912.0f / 16); /* exact */
         return;
     }
     RFK_UNROLL(2)
@@ -5260,7 +5287,7 @@ RFK_DEVICE void rfk_dots_times_16(const int *w, const rfk_fragment_x &x, const i
     }
 }
 #else
-template <int TYPE> RFK_DEVICE void rfk_dots_times_16(const int *, const rfk_fragment_x &, const int *, float *) {}
+template <int TYPE> RFK_DEVICE void rfk_dots_in_place(const int *, const rfk_fragment_x &, const int *, float *) {}
 #endif
 
 /* Add the products of an unpacked fragment (rfk_unpack_dots) and a column's part of it to total. is_q2: a Q2_K unit.
@@ -5275,7 +5302,7 @@ RFK_DEVICE float rfk_dot_unpacked(const rfk_fragment_weights &w, bool is_q2, con
     RFK_UNROLL(2)
     for (int h = 0; h < 2; h++)
         start[h] = has_min || !offset ? RFK_DOT_START : (int)rfk_as_bits(scales.sums[h]);
-    if (rfk_unpack_dots<TYPE>::TIMES_16) rfk_dots_times_16<TYPE>(w.q, x, start, dots);
+    if (rfk_unpack_dots<TYPE>::IN_PLACE) rfk_dots_in_place<TYPE>(w.q, x, start, dots);
     else if (rfk_split_codes<TYPE - RFK_ONE(0)>::IS && !LOOKED_UP) rfk_dots_of_codes<TYPE - RFK_ONE(0)>(w.q, x, dots);
     else if (TYPE >= RFK_OTHER || F::DOTS == 4) {
         RFK_UNROLL(4)
@@ -7683,7 +7710,7 @@ RFK_DEVICE const uint8_t *rfk_direct_from(const rfk_few_args &a, const rfk_direc
 template <int ROW> RFK_DEVICE int4 rfk_direct_head(const uint8_t *w, uint32_t r) {
     return reinterpret_cast<const int4 *>(w + RFK_FEW_ROWS * ROW)[threadIdx.x % 32 / 4 + 8 * r];
 }
-/* Q4_K and Q5_K: a row's fifth bits, quants. */
+/* Q4_K and Q5_K: a row's last bits of codes, quants. */
 template <int TYPE> struct rfk_direct_k {
     static const bool FIVE = TYPE == RF_TYPE_Q5_K;
     static const int K = 32, ADJACENT = 1, ROW = 160; /* bytes: rows of a half wave lie in different banks */
@@ -7724,12 +7751,14 @@ template <int TYPE> struct rfk_direct_k {
         for (int r = 0; r < 2; r++) {
             const uint8_t *const row = w + (threadIdx.x % 32 / 4 + 8 * r) * ROW;
             const uint2 q = *reinterpret_cast<const uint2 *>(row + QUANTS + 32 * j + 8 * quarter);
-            a[0][r] = rfk_low4((int)q.x), a[0][2 + r] = rfk_low4((int)q.y);
-            a[1][r] = rfk_high4((int)q.x), a[1][2 + r] = rfk_high4((int)q.y);
-            if (!FIVE) continue;
-            const uint32_t bits = *reinterpret_cast<const uint32_t *>(row + 8 * j + quarter / 2 * 4) >> quarter % 2 * 2;
-            rfk_fifth_bits(bits, 0, &a[0][r], &a[1][r]);
-            rfk_fifth_bits(bits, 1, &a[0][2 + r], &a[1][2 + r]);
+            if (!FIVE) {
+                rfk_split_nibbles<false>((int)q.x, a[0][r], a[1][r]);
+                rfk_split_nibbles<false>((int)q.y, a[0][2 + r], a[1][2 + r]);
+                continue;
+            }
+            const uint32_t last = *reinterpret_cast<const uint32_t *>(row + 8 * j + quarter / 2 * 4) >> quarter % 2 * 4;
+            rfk_q5_codes<false>(q.x, last, 0, a[0][r], a[1][r]);
+            rfk_q5_codes<false>(q.y, last, 1, a[0][2 + r], a[1][2 + r]);
         }
     }
     RFK_DEVICE void get_scales(const scales &h, bool half, uint32_t j, float (&s)[2][RFK_SCALES]) {
