@@ -549,10 +549,10 @@ struct rfk_packing {
     uint32_t at[4], bytes[4];
     uint32_t bits[2];  /* of the first two planes; 0: bytes as they are; else as rfk_unit_bits makes them */
 };
-/* rfk_packing.bits: which function makes the bytes of a plane. Q3_K's and Q6_K's codes are in two planes. */
+/* rfk_packing.bits: which function makes the bytes of a plane. Codes of Q5_0, Q5_1, Q3_K and Q6_K are in two planes. */
 enum {
-    RFK_BITS_PAIRS = 1, RFK_BITS_IQ3_S, RFK_BITS_IQ3_XXS, RFK_BITS_NVFP4, RFK_BITS_Q5_K, RFK_BITS_Q3_K,
-    RFK_BITS_Q3_K_LAST, RFK_BITS_Q6_K, RFK_BITS_Q6_K_LAST
+    RFK_BITS_PAIRS = 1, RFK_BITS_IQ3_S, RFK_BITS_IQ3_XXS, RFK_BITS_NVFP4, RFK_BITS_Q5, RFK_BITS_Q5_LAST, RFK_BITS_Q5_K,
+    RFK_BITS_Q3_K, RFK_BITS_Q3_K_LAST, RFK_BITS_Q6_K, RFK_BITS_Q6_K_LAST
 };
 
 static rfk_packing rfk_packing_of(uint32_t type) {
@@ -564,8 +564,8 @@ static rfk_packing rfk_packing_of(uint32_t type) {
         {RF_TYPE_Q8_0, {2, {2, 0, 0, 0}, {32, 2, 0, 0}, {0, 0}}},
         {RF_TYPE_Q4_0, {2, {2, 0, 0, 0}, {16, 2, 0, 0}, {0, 0}}},
         {RF_TYPE_Q4_1, {2, {4, 0, 0, 0}, {16, 4, 0, 0}, {0, 0}}},
-        {RF_TYPE_Q5_0, {3, {6, 2, 0, 0}, {16, 4, 2, 0}, {0, 0}}},
-        {RF_TYPE_Q5_1, {3, {8, 4, 0, 0}, {16, 4, 4, 0}, {0, 0}}},
+        {RF_TYPE_Q5_0, {3, {6, 2, 0, 0}, {16, 4, 2, 0}, {RFK_BITS_Q5, RFK_BITS_Q5_LAST}}},
+        {RF_TYPE_Q5_1, {3, {8, 4, 0, 0}, {16, 4, 4, 0}, {RFK_BITS_Q5, RFK_BITS_Q5_LAST}}},
         {RF_TYPE_Q2_K, {3, {16, 0, 80, 0}, {64, 16, 4, 0}, {RFK_BITS_PAIRS, 0}}},
         {RF_TYPE_Q3_K, {4, {32, 0, 96, 108}, {64, 32, 12, 2}, {RFK_BITS_Q3_K, RFK_BITS_Q3_K_LAST}}},
         {RF_TYPE_Q5_K, {1, {0, 0, 0, 0}, {176, 0, 0, 0}, {RFK_BITS_Q5_K, 0}}},
@@ -681,9 +681,6 @@ RFK_DEVICE float rfk_to_float(uint32_t v, float more) {
 #endif
 }
 
-/* Bit i of `bits` to bit 4 of byte i. */
-RFK_DEVICE int rfk_spread_bit4(uint32_t bits) { return (int)((((bits & 15) * 0x00204081u) & 0x01010101u) << 4); }
-
 /* How a type is read. BLOCK: weights of a block; STRIDE: weights from a unit's first half to its second; SCALES: scales
  * of a unit. fetch: W is rfk_weight or rfk_weight_places. */
 template <int TYPE> struct rfk_format;
@@ -730,6 +727,26 @@ template <> struct rfk_format<RF_TYPE_Q4_1> {
     }
 };
 
+/* Four codes of a unit's first half, and four of its second, of five bits: of word i, v, and of the unit's last bits
+ * (rfk_q5_byte). IN_PLACE: where they are in their bytes, times 8. */
+template <bool IN_PLACE> RFK_DEVICE void rfk_q5_codes(uint32_t v, uint32_t last, uint32_t i, int &first, int &second) {
+    if (IN_PLACE) {
+        first = (int)(v & 0xf8f8f8f8u);
+        second = (int)((v << 5 & 0xe0e0e0e0u) | ((i < 2 ? last << (3 - 2 * i) : last >> (2 * i - 3)) & 0x18181818u));
+    } else {
+        first = (int)(v >> 3 & 0x1f1f1f1fu);
+        second = (int)((v << 2 & 0x1c1c1c1cu) | (last >> (2 * i) & 0x03030303u));
+    }
+}
+
+/* All codes of a unit. */
+RFK_DEVICE void rfk_q5_unit(const int4 &v, uint32_t last, int *q) {
+    int words[4];
+    rfk_words(v, words);
+    RFK_UNROLL(4)
+    for (uint32_t i = 0; i < 4; i++) rfk_q5_codes<false>((uint32_t)words[i], last, i, q[i], q[4 + i]);
+}
+
 template <> struct rfk_format<RF_TYPE_Q5_0> {
     static const int BLOCK = 32, STRIDE = 16, OFFSET = 16, HAS_MIN = 0, SCALES = 1;
     template <class W> RFK_DEVICE void fetch(const W &w, size_t block, uint32_t u, rfk_raw &r) {
@@ -739,9 +756,7 @@ template <> struct rfk_format<RF_TYPE_Q5_0> {
     }
     RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
         (void)u;
-        rfk_nibbles(r.a, o.q);
-        RFK_UNROLL(8)
-        for (int i = 0; i < 8; i++) o.q[i] |= rfk_spread_bit4(r.e >> (4 * i));
+        rfk_q5_unit(r.a, r.e, o.q);
         o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.c);
     }
 };
@@ -755,9 +770,7 @@ template <> struct rfk_format<RF_TYPE_Q5_1> {
     }
     RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
         (void)u;
-        rfk_nibbles(r.a, o.q);
-        RFK_UNROLL(8)
-        for (int i = 0; i < 8; i++) o.q[i] |= rfk_spread_bit4(r.e >> (4 * i));
+        rfk_q5_unit(r.a, r.e, o.q);
         o.d[0] = o.d[1] = rfk_from_half((uint16_t)(r.c & 0xffff));
         o.m[0] = o.m[1] = -rfk_from_half((uint16_t)(r.c >> 16));
     }
@@ -799,18 +812,6 @@ template <> struct rfk_format<RF_TYPE_Q4_K> {
     }
 };
 
-/* Four codes of a unit's first half of Q5_K and four of its second, of word i: v, and the unit's last bits
- * (rfk_q5_byte). IN_PLACE: where they are in their bytes, times 8. */
-template <bool IN_PLACE> RFK_DEVICE void rfk_q5_codes(uint32_t v, uint32_t last, uint32_t i, int &first, int &second) {
-    if (IN_PLACE) {
-        first = (int)(v & 0xf8f8f8f8u);
-        second = (int)((v << 5 & 0xe0e0e0e0u) | ((i < 2 ? last << (3 - 2 * i) : last >> (2 * i - 3)) & 0x18181818u));
-    } else {
-        first = (int)(v >> 3 & 0x1f1f1f1fu);
-        second = (int)((v << 2 & 0x1c1c1c1cu) | (last >> (2 * i) & 0x03030303u));
-    }
-}
-
 template <> struct rfk_format<RF_TYPE_Q5_K> {
     static const int BLOCK = 256, STRIDE = 32, OFFSET = 0, HAS_MIN = 1, SCALES = 1;
     template <class W> RFK_DEVICE void fetch(const W &w, size_t block, uint32_t u, rfk_raw &r) {
@@ -820,10 +821,7 @@ template <> struct rfk_format<RF_TYPE_Q5_K> {
         r.c = rfk_load4(p + 16 + u % 8 * 4);
     }
     RFK_DEVICE void unpack(const rfk_raw &r, uint32_t u, rfk_unit &o) {
-        int words[4];
-        rfk_words(r.a, words);
-        RFK_UNROLL(4)
-        for (uint32_t i = 0; i < 4; i++) rfk_q5_codes<false>((uint32_t)words[i], r.c, i, o.q[i], o.q[4 + i]);
+        rfk_q5_unit(r.a, r.c, o.q);
         rfk_k_scales(r.b, u % 8 / 2, o);
     }
 };
@@ -1668,22 +1666,25 @@ RFK_DEVICE uint8_t rfk_q6_byte(const uint8_t *block, uint32_t at, bool is_last) 
     if (is_last) return (uint8_t)(rfk_q6_code(block, n, 2, l) << 4 | (rfk_q6_code(block, n, 3, l) & 15));
     return (uint8_t)(rfk_q6_code(block, n, piece, l) << 2 | rfk_q6_code(block, n, piece + 2, l) >> 4);
 }
-/* Byte `at` of a Q5_K block. A unit is 16 values of two groups each, low and high nibbles of the file: byte k of its
- * word i from byte 48 on has the code of the first group's value 4i + k, and the first three bits of the second
- * group's; byte k of its word from byte 16 on has, from bit 2i on, the last two. */
-RFK_DEVICE uint32_t rfk_q5_code(const uint8_t *block, uint32_t u, bool second, uint32_t k) {
-    const uint32_t l = u % 2 * 16 + k;
-    return (block[48 + u / 2 * 32 + l] >> (second ? 4 : 0) & 15u) | (block[16 + l] >> (u / 2 * 2 + second) & 1u) << 4;
+/* Codes of five bits, of a unit of low and high nibbles. Byte 4i + k of its first four words: the code of the low
+ * nibble of the file's byte 4i + k, and the first three bits of that of the high nibble. Byte k of the word behind
+ * them: from bit 2i on the last two. first, second: their fifth bits are the lowest of these. */
+RFK_DEVICE uint8_t rfk_q5_byte(uint32_t nibbles, uint32_t first, uint32_t second) {
+    return (uint8_t)((nibbles & 15) << 3 | (first & 1) << 7 | (second & 1) << 2 | nibbles >> 6);
 }
-RFK_DEVICE uint8_t rfk_q5_byte(const uint8_t *block, uint32_t at) {
+RFK_DEVICE uint8_t rfk_q5_last(const uint8_t *low, uint32_t k) {
     uint32_t last = 0;
-    if (at < 16) return block[at];
-    if (at >= 48) {
-        const uint32_t u = (at - 48) / 16, k = at % 16;
-        return (uint8_t)(rfk_q5_code(block, u, false, k) << 3 | rfk_q5_code(block, u, true, k) >> 2);
-    }
-    for (uint32_t i = 0; i < 4; i++) last |= (rfk_q5_code(block, at / 4 - 4, true, 4 * i + at % 4) & 3) << (2 * i);
+    for (uint32_t i = 0; i < 4; i++) last |= (low[4 * i + k] >> 4 & 3u) << (2 * i);
     return (uint8_t)last;
+}
+/* Byte `at` of a Q5_K block, whose units have 16 values of two groups each. */
+RFK_DEVICE uint8_t rfk_q5_k_byte(const uint8_t *block, uint32_t at) {
+    if (at < 16) return block[at];
+    const uint32_t u = at < 48 ? at / 4 - 4 : at / 16 - 3, l = u % 2 * 16;
+    const uint8_t *const low = block + 48 + u / 2 * 32 + l;
+    if (at < 48) return rfk_q5_last(low, at % 4);
+    const uint32_t bits = block[16 + l + at % 16] >> (u / 2 * 2);
+    return rfk_q5_byte(low[at % 16], bits, bits >> 1);
 }
 /* Byte `at` of a plane in which units of 32 values have two words: byte k of the first has, from the lowest up, the two
  * bits each of values k, 4 + k, 8 + k and 12 + k, of the second those of the next 16. In the file a byte has bits of a
@@ -1699,7 +1700,9 @@ RFK_DEVICE uint8_t rfk_unit_bits(const uint8_t *from, uint32_t at, uint32_t bits
     switch (bits) {
     case RFK_BITS_PAIRS: return rfk_pairs_byte(from, at);
     case RFK_BITS_NVFP4: return from[at] == 0x7f ? 0 : from[at] & 0x7f; /* NaN counts as 0, a sign as none */
-    case RFK_BITS_Q5_K: return rfk_q5_byte(from, at);
+    case RFK_BITS_Q5: return rfk_q5_byte(from[at], (from - 4)[at / 8] >> (at % 8), (from - 2)[at / 8] >> (at % 8));
+    case RFK_BITS_Q5_LAST: return rfk_q5_last(from + 4, at);
+    case RFK_BITS_Q5_K: return rfk_q5_k_byte(from, at);
     case RFK_BITS_Q3_K: return rfk_q3_byte(from - 32, at / 8, at % 8 / 4, at % 4);
     case RFK_BITS_Q3_K_LAST: return rfk_q3_byte(from, at / 4, 2, at % 4);
     case RFK_BITS_Q6_K: return rfk_q6_byte(from, at, false);
@@ -4994,13 +4997,10 @@ template <int TYPE> struct rfk_fragments32 {
             int *low = o.q + 8 * h, *high = low + 4;
             rfk_words(w.q[h], low);
             RFK_UNROLL(4)
-            for (int i = 0; i < 4; i++) rfk_split_nibbles<IN_PLACE>(low[i], low[i], high[i]);
-            if (TYPE == RF_TYPE_Q5_0 || TYPE == RF_TYPE_Q5_1)
-                RFK_UNROLL(4)
-                for (int i = 0; i < 4; i++) {
-                    low[i] |= rfk_spread_bit4(w.s[h] >> (4 * i));
-                    high[i] |= rfk_spread_bit4(w.s[h] >> (16 + 4 * i));
-                }
+            for (uint32_t i = 0; i < 4; i++)
+                if (TYPE == RF_TYPE_Q5_0 || TYPE == RF_TYPE_Q5_1)
+                    rfk_q5_codes<false>((uint32_t)low[i], w.s[h], i, low[i], high[i]);
+                else rfk_split_nibbles<IN_PLACE>(low[i], low[i], high[i]);
             uint32_t scale = TYPE == RF_TYPE_Q4_1   ? w.s[h]
                              : TYPE == RF_TYPE_Q5_1 ? w.s[2 + h]
                              : TYPE == RF_TYPE_Q5_0 ? w.s[2] >> (16 * h)
