@@ -5015,32 +5015,22 @@ static const int8_t rfi_iq4_list[16] = {-127, -104, -83, -65, -49, -35, -22, -10
 static const int8_t rfi_fp4_list[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}; /* doubled */
 
 /* Grids: runs of values, a byte each, eight of IQ2 and IQ1, four of IQ3, without their signs; of IQ1 8 times the
- * weight, plus 9. */
-#define RFI_IQ2_VALUE(c) (8u + 17 * (c) + ((c) >> 1))
-#define RFI_IQ1_VALUE(c) (8u * (c) + 1)
-#define RFI_IQ3_XXS_VALUE(c) (4u + 8 * (c) + 2 * ((c) == 7))
-#define RFI_IQ3_S_VALUE(c) (2u * (c) + 1)
-#define RFI_GRID_TWO(v, i, V) ((uint64_t)(V((v) >> 2 * (i) & 3) | V((v) >> 2 * (i) >> 2 & 3) << 8) << 8 * (i))
-#define RFI_GRID_EIGHT(v, V) \
-    (RFI_GRID_TWO(v, 0, V) | RFI_GRID_TWO(v, 2, V) | RFI_GRID_TWO(v, 4, V) | RFI_GRID_TWO(v, 6, V)),
-#define RFI_GRID_FOUR(v, V) (V((v) & 7) | V((v) >> 3 & 7) << 8 | V((v) >> 6 & 7) << 16 | V((v) >> 9 & 7) << 24),
-#define RFI_IQ2_RUN(v) RFI_GRID_EIGHT(v, RFI_IQ2_VALUE)
-#define RFI_IQ1_RUN(v) RFI_GRID_EIGHT(v, RFI_IQ1_VALUE)
-#define RFI_IQ3_XXS_RUN(v) RFI_GRID_FOUR(v, RFI_IQ3_XXS_VALUE)
-#define RFI_IQ3_S_RUN(v) RFI_GRID_FOUR(v, RFI_IQ3_S_VALUE)
+ * weight, plus 9. All codes of a run are spread over its bytes at once: few tokens for each run compile sooner. */
+#define RFI_PAIRS(v) \
+    ((((v) & 0x3333) * 0x1001001001u & 0x0003000300030003u) | (((v) & 0xcccc) * 0x40040040040u & 0x0300030003000300u))
+#define RFI_THREES(v) ((((v) & 0x1c7) * 0x401u & 0x00070007u) | (((v) & 0xe38) * 0x8020u & 0x07000700u))
+#define RFI_IQ2_RUN(v) 0x0808080808080808u + (RFI_PAIRS(v) * 35 >> 1 & 0x7f7f7f7f7f7f7f7fu),
+#define RFI_IQ1_RUN(v) 0x0101010101010101u + RFI_PAIRS(v) * 8,
+#define RFI_IQ3_XXS_RUN(v) 0x04040404u + RFI_THREES(v) * 8 + ((RFI_THREES(v) + 0x01010101u) >> 2 & 0x02020202u),
+#define RFI_IQ3_S_RUN(v) 0x01010101u + RFI_THREES(v) * 2,
 static const uint64_t rfi_iq2_xxs_grid[256] = {RF_GRID_IQ2_XXS(RFI_IQ2_RUN)};
 static const uint64_t rfi_iq2_xs_grid[512] = {RF_GRID_IQ2_XS(RFI_IQ2_RUN)};
 static const uint64_t rfi_iq2_s_grid[1024] = {RF_GRID_IQ2_S(RFI_IQ2_RUN)};
 static const uint64_t rfi_iq1_grid[2048] = {RF_GRID_IQ1(RFI_IQ1_RUN)};
 static const uint32_t rfi_iq3_xxs_grid[256] = {RF_GRID_IQ3_XXS(RFI_IQ3_XXS_RUN)};
 static const uint32_t rfi_iq3_s_grid[512] = {RF_GRID_IQ3_S(RFI_IQ3_S_RUN)};
-#undef RFI_IQ2_VALUE
-#undef RFI_IQ1_VALUE
-#undef RFI_IQ3_XXS_VALUE
-#undef RFI_IQ3_S_VALUE
-#undef RFI_GRID_TWO
-#undef RFI_GRID_EIGHT
-#undef RFI_GRID_FOUR
+#undef RFI_PAIRS
+#undef RFI_THREES
 #undef RFI_IQ2_RUN
 #undef RFI_IQ1_RUN
 #undef RFI_IQ3_XXS_RUN
