@@ -5080,36 +5080,47 @@ RFI_INLINE void rfi_expand_pairs(const uint8_t *p, const uint8_t *high, uint32_t
             }
 }
 
-RFI_INLINE void rfi_expand_q2_k(const rfi_block_q2_k *b, int8_t *q, float *s, float *m) {
+/* Where a block's q, s and m go; codebook is a constant. */
+typedef struct rfi_expand_to {
+    int8_t *q;
+    float *s, *m;
+    rfi_codebook_fn codebook;
+} rfi_expand_to;
+
+RFI_INLINE void rfi_expand_Q2_K(const void *p, rfi_expand_to to) {
+    const rfi_block_q2_k *b = (const rfi_block_q2_k *)p;
     const float d = rfi_load_f16(b->d), dmin = rfi_load_f16(b->dmin);
     for (int i = 0; i < 16; i++) {
-        s[i] = d * (float)(b->scales[i] & 15);
-        m[i] = -(dmin * (float)(b->scales[i] >> 4));
+        to.s[i] = d * (float)(b->scales[i] & 15);
+        to.m[i] = -(dmin * (float)(b->scales[i] >> 4));
     }
-    rfi_expand_pairs(b->q, NULL, 0, q);
+    rfi_expand_pairs(b->q, NULL, 0, to.q);
 }
 
-RFI_INLINE void rfi_expand_q3_k(const rfi_block_q3_k *b, int8_t *q, float *s) {
+RFI_INLINE void rfi_expand_Q3_K(const void *p, rfi_expand_to to) {
+    const rfi_block_q3_k *b = (const rfi_block_q3_k *)p;
     const float d = rfi_load_f16(b->d);
     for (uint32_t i = 0; i < 16; i++) {
         const uint32_t low = b->scales[i & 7] >> (i >> 3) * 4 & 15, high = b->scales[8 + (i & 3)] >> (i >> 2) * 2 & 3;
-        s[i] = d * (float)((int)(low | high << 4) - 32);
+        to.s[i] = d * (float)((int)(low | high << 4) - 32);
     }
-    rfi_expand_pairs(b->q, b->high, 4, q);
+    rfi_expand_pairs(b->q, b->high, 4, to.q);
 }
 
-RFI_INLINE void rfi_expand_iq4_xs(rfi_codebook_fn codebook, const rfi_block_iq4_xs *b, int8_t *q, float *s) {
+RFI_INLINE void rfi_expand_IQ4_XS(const void *p, rfi_expand_to to) {
+    const rfi_block_iq4_xs *b = (const rfi_block_iq4_xs *)p;
     const float d = rfi_load_f16(b->d);
     const uint32_t high = rfi_load_u16(b->scales_high);
-    for (uint32_t g = 0; g < 8; g++, q += 32) {
-        s[g] = d * (float)((int)(rfi_nibble(b->scales_low, g) | (high >> 2 * g & 3) << 4) - 32);
-        codebook(rfi_iq4_list, b->q + 16 * g, q, q + 16);
+    for (uint32_t g = 0; g < 8; g++, to.q += 32) {
+        to.s[g] = d * (float)((int)(rfi_nibble(b->scales_low, g) | (high >> 2 * g & 3) << 4) - 32);
+        to.codebook(rfi_iq4_list, b->q + 16 * g, to.q, to.q + 16);
     }
 }
 
-RFI_INLINE void rfi_expand_mxfp4(rfi_codebook_fn codebook, const rfi_block_mxfp4 *b, int8_t *q, float *s) {
-    *s = rfi_f32_of_bits(b->e < 2 ? 0x00200000u << b->e : (b->e - 1u) << 23); /* 2^(e - 128) */
-    codebook(rfi_fp4_list, b->q, q, q + 16);
+RFI_INLINE void rfi_expand_MXFP4(const void *p, rfi_expand_to to) {
+    const rfi_block_mxfp4 *b = (const rfi_block_mxfp4 *)p;
+    *to.s = rfi_f32_of_bits(b->e < 2 ? 0x00200000u << b->e : (b->e - 1u) << 23); /* 2^(e - 128) */
+    to.codebook(rfi_fp4_list, b->q, to.q, to.q + 16);
 }
 
 /* Scales without a sign: 4 bits of exponent, 3 of fraction, halved. 127 is no number and counts as 0. */
@@ -5119,14 +5130,15 @@ RFI_INLINE float rfi_nvfp4_scale(uint8_t d) {
     return e ? (float)(8 + fraction) * rfi_f32_of_bits((uint32_t)(e + 127 - 11) << 23) : (float)fraction * 0x1p-10f;
 }
 
-RFI_INLINE void rfi_expand_nvfp4(rfi_codebook_fn codebook, const rfi_block_nvfp4 *b, int8_t *q, float *s) {
-    for (int i = 0; i < 4; i++) s[i] = rfi_nvfp4_scale(b->d[i]);
+RFI_INLINE void rfi_expand_NVFP4(const void *p, rfi_expand_to to) {
+    const rfi_block_nvfp4 *b = (const rfi_block_nvfp4 *)p;
+    for (int i = 0; i < 4; i++) to.s[i] = rfi_nvfp4_scale(b->d[i]);
     for (int i = 0; i < 4; i += 2) { /* two sixteens of 8 bytes each */
         int8_t low[16], high[16];
-        codebook(rfi_fp4_list, b->q + 8 * i, low, high);
+        to.codebook(rfi_fp4_list, b->q + 8 * i, low, high);
         for (int j = 0; j < 2; j++) {
-            memcpy(q + 16 * (i + j), low + 8 * j, 8);
-            memcpy(q + 16 * (i + j) + 8, high + 8 * j, 8);
+            memcpy(to.q + 16 * (i + j), low + 8 * j, 8);
+            memcpy(to.q + 16 * (i + j) + 8, high + 8 * j, 8);
         }
     }
 }
@@ -5182,45 +5194,50 @@ RFI_INLINE void rfi_portable_runs(uint32_t type, const rfi_runs *r, int8_t *q, f
     }
 }
 
-RFI_INLINE void rfi_expand_iq2_xxs(const rfi_block_iq2_xxs *b, int8_t *q, float *s) {
+RFI_INLINE void rfi_expand_IQ2_XXS(const void *p, rfi_expand_to to) {
+    const rfi_block_iq2_xxs *b = (const rfi_block_iq2_xxs *)p;
     rfi_runs r;
     r.d = rfi_load_f16(b->d);
     RFI_UNROLL(32)
     for (uint32_t i = 0; i < 32; i++) r.run[i] = rfi_iq2_xxs_grid[b->group[i >> 2].q[i & 3]];
     r.signs = (const uint8_t *)b->group;
-    rfi_portable_runs(RF_TYPE_IQ2_XXS, &r, q, s);
+    rfi_portable_runs(RF_TYPE_IQ2_XXS, &r, to.q, to.s);
 }
 
-RFI_INLINE void rfi_expand_iq2_xs(const rfi_block_iq2_xs *b, int8_t *q, float *s) {
+RFI_INLINE void rfi_expand_IQ2_XS(const void *p, rfi_expand_to to) {
+    const rfi_block_iq2_xs *b = (const rfi_block_iq2_xs *)p;
     rfi_runs r;
     r.scales = b->scales, r.d = rfi_load_f16(b->d);
     RFI_UNROLL(32)
     for (uint32_t i = 0; i < 32; i++) r.run[i] = rfi_iq2_xs_grid[rfi_load_u16(b->q + 2 * i) & 511];
     r.signs = b->q;
-    rfi_portable_runs(RF_TYPE_IQ2_XS, &r, q, s);
+    rfi_portable_runs(RF_TYPE_IQ2_XS, &r, to.q, to.s);
 }
 
-RFI_INLINE void rfi_expand_iq2_s(const rfi_block_iq2_s *b, int8_t *q, float *s) {
+RFI_INLINE void rfi_expand_IQ2_S(const void *p, rfi_expand_to to) {
+    const rfi_block_iq2_s *b = (const rfi_block_iq2_s *)p;
     rfi_runs r;
     r.scales = b->scales, r.d = rfi_load_f16(b->d);
     RFI_UNROLL(32)
     for (uint32_t i = 0; i < 32; i++)
         r.run[i] = rfi_iq2_s_grid[b->q[i] | (b->high[i >> 2] >> 2 * (i & 3) & 3u) << 8];
     r.signs = b->signs;
-    rfi_portable_runs(RF_TYPE_IQ2_S, &r, q, s);
+    rfi_portable_runs(RF_TYPE_IQ2_S, &r, to.q, to.s);
 }
 
-RFI_INLINE void rfi_expand_iq3_xxs(const rfi_block_iq3_xxs *b, int8_t *q, float *s) {
+RFI_INLINE void rfi_expand_IQ3_XXS(const void *p, rfi_expand_to to) {
+    const rfi_block_iq3_xxs *b = (const rfi_block_iq3_xxs *)p;
     rfi_runs r;
     r.d = rfi_load_f16(b->d);
     RFI_UNROLL(32)
     for (uint32_t i = 0; i < 64; i += 2)
         r.run[i >> 1] = rfi_iq3_xxs_grid[b->q[i]] | (uint64_t)rfi_iq3_xxs_grid[b->q[i + 1]] << 32;
     r.signs = b->signs;
-    rfi_portable_runs(RF_TYPE_IQ3_XXS, &r, q, s);
+    rfi_portable_runs(RF_TYPE_IQ3_XXS, &r, to.q, to.s);
 }
 
-RFI_INLINE void rfi_expand_iq3_s(const rfi_block_iq3_s *b, int8_t *q, float *s) {
+RFI_INLINE void rfi_expand_IQ3_S(const void *p, rfi_expand_to to) {
+    const rfi_block_iq3_s *b = (const rfi_block_iq3_s *)p;
     rfi_runs r;
     r.scales = b->scales, r.d = rfi_load_f16(b->d);
     RFI_UNROLL(32)
@@ -5230,10 +5247,11 @@ RFI_INLINE void rfi_expand_iq3_s(const rfi_block_iq3_s *b, int8_t *q, float *s) 
                         (uint64_t)rfi_iq3_s_grid[b->q[i + 1] | (high & 2) << 7] << 32;
     }
     r.signs = b->signs;
-    rfi_portable_runs(RF_TYPE_IQ3_S, &r, q, s);
+    rfi_portable_runs(RF_TYPE_IQ3_S, &r, to.q, to.s);
 }
 
-RFI_INLINE void rfi_expand_iq1_s(const rfi_block_iq1_s *b, int8_t *q, float *s) {
+RFI_INLINE void rfi_expand_IQ1_S(const void *p, rfi_expand_to to) {
+    const rfi_block_iq1_s *b = (const rfi_block_iq1_s *)p;
     rfi_runs r;
     uint8_t down[32];
     r.signs = down, r.scales = b->high, r.d = rfi_load_f16(b->d);
@@ -5243,14 +5261,15 @@ RFI_INLINE void rfi_expand_iq1_s(const rfi_block_iq1_s *b, int8_t *q, float *s) 
         r.run[i] = rfi_iq1_grid[b->q[i] | (h >> 3 * (i & 3) & 7) << 8];
         down[i] = (uint8_t)(0u - (h >> 15));
     }
-    rfi_portable_runs(RF_TYPE_IQ1_S, &r, q, s);
+    rfi_portable_runs(RF_TYPE_IQ1_S, &r, to.q, to.s);
 }
 
 RFI_INLINE uint16_t rfi_iq1_m_half(const rfi_block_iq1_m *b) {
     const uint64_t s = rfi_load_u64(b->scales);
     return (uint16_t)((s >> 12 & 15) | (s >> 24 & 0xf0) | (s >> 36 & 0xf00) | (s >> 48 & 0xf000));
 }
-RFI_INLINE void rfi_expand_iq1_m(const rfi_block_iq1_m *b, int8_t *q, float *s) {
+RFI_INLINE void rfi_expand_IQ1_M(const void *p, rfi_expand_to to) {
+    const rfi_block_iq1_m *b = (const rfi_block_iq1_m *)p;
     rfi_runs r;
     uint8_t down[32];
     r.signs = down, r.scales = b->scales, r.d = rfi_f16_to_f32(rfi_iq1_m_half(b));
@@ -5260,7 +5279,7 @@ RFI_INLINE void rfi_expand_iq1_m(const rfi_block_iq1_m *b, int8_t *q, float *s) 
         r.run[i] = rfi_iq1_grid[b->q[i] | (h & 7) << 8];
         down[i] = (uint8_t)(0u - (h >> 3 & 1));
     }
-    rfi_portable_runs(RF_TYPE_IQ1_M, &r, q, s);
+    rfi_portable_runs(RF_TYPE_IQ1_M, &r, to.q, to.s);
 }
 
 /* Digits of base 3, n of them, of bytes that hold fractions: the first of all bytes, the second of all bytes .. */
@@ -5269,57 +5288,41 @@ RFI_INLINE void rfi_expand_thirds(const uint8_t *p, uint32_t n_bytes, uint32_t n
         for (uint32_t i = 0; i < n_bytes; i++) *q++ = (int8_t)((p[i] * power % 256 * 3 >> 8) - 1);
 }
 
-/* A block to its q, s and m; type and codebook are constants. */
-RFI_INLINE void rfi_expand_block(uint32_t type, rfi_codebook_fn codebook, const void *p, int8_t *q, float *s,
-                                 float *m) {
-    const uint8_t *bytes = (const uint8_t *)p; /* a d in front of values or behind them, the same for all */
-    uint32_t n_scales = 0;
-    float d = 0;
-    switch (type) {
-    case RF_TYPE_Q2_K: rfi_expand_q2_k((const rfi_block_q2_k *)p, q, s, m); break;
-    case RF_TYPE_Q3_K: rfi_expand_q3_k((const rfi_block_q3_k *)p, q, s); break;
-    case RF_TYPE_IQ4_NL:
-        *s = rfi_load_f16(p);
-        codebook(rfi_iq4_list, bytes + 2, q, q + 16);
-        break;
-    case RF_TYPE_IQ4_XS: rfi_expand_iq4_xs(codebook, (const rfi_block_iq4_xs *)p, q, s); break;
-    case RF_TYPE_MXFP4: rfi_expand_mxfp4(codebook, (const rfi_block_mxfp4 *)p, q, s); break;
-    case RF_TYPE_NVFP4: rfi_expand_nvfp4(codebook, (const rfi_block_nvfp4 *)p, q, s); break;
-    case RF_TYPE_IQ2_XXS: rfi_expand_iq2_xxs((const rfi_block_iq2_xxs *)p, q, s); break;
-    case RF_TYPE_IQ2_XS: rfi_expand_iq2_xs((const rfi_block_iq2_xs *)p, q, s); break;
-    case RF_TYPE_IQ2_S: rfi_expand_iq2_s((const rfi_block_iq2_s *)p, q, s); break;
-    case RF_TYPE_IQ3_XXS: rfi_expand_iq3_xxs((const rfi_block_iq3_xxs *)p, q, s); break;
-    case RF_TYPE_IQ3_S: rfi_expand_iq3_s((const rfi_block_iq3_s *)p, q, s); break;
-    case RF_TYPE_IQ1_S: rfi_expand_iq1_s((const rfi_block_iq1_s *)p, q, s); break;
-    case RF_TYPE_IQ1_M: rfi_expand_iq1_m((const rfi_block_iq1_m *)p, q, s); break;
-    case RF_TYPE_TQ1_0:
-        rfi_expand_thirds(bytes, 32, 5, q);
-        rfi_expand_thirds(bytes + 32, 16, 5, q + 160);
-        rfi_expand_thirds(bytes + 48, 4, 4, q + 240);
-        d = rfi_load_f16(bytes + 52), n_scales = 8;
-        break;
-    case RF_TYPE_TQ2_0:
-        rfi_expand_pairs(bytes, NULL, 1, q);
-        d = rfi_load_f16(bytes + 64), n_scales = 8;
-        break;
-    case RF_TYPE_Q1_0:
-        for (int i = 0; i < 16; i++) rfi_eight_put(q + 8 * i, rfi_eight_less(2 * rfi_eight_bits(bytes[2 + i]), 1));
-        d = rfi_load_f16(p), n_scales = 4;
-        break;
-    default: /* Q2_0 */
-        for (int i = 0; i < 8; i++)
-            rfi_eight_put(q + 8 * i, rfi_eight_less(rfi_eight_pairs(rfi_load_u16(bytes + 2 + 2 * i)), 1));
-        d = rfi_load_f16(p), n_scales = 2;
-        break;
-    }
-    for (uint32_t i = 0; i < n_scales; i++) s[i] = d;
+RFI_INLINE void rfi_expand_TQ1_0(const void *p, rfi_expand_to to) {
+    const uint8_t *bytes = (const uint8_t *)p;
+    rfi_expand_thirds(bytes, 32, 5, to.q);
+    rfi_expand_thirds(bytes + 32, 16, 5, to.q + 160);
+    rfi_expand_thirds(bytes + 48, 4, 4, to.q + 240);
+    for (int i = 0; i < 8; i++) to.s[i] = rfi_load_f16(bytes + 52);
+}
+RFI_INLINE void rfi_expand_TQ2_0(const void *p, rfi_expand_to to) {
+    const rfi_block_tq2_0 *b = (const rfi_block_tq2_0 *)p;
+    rfi_expand_pairs(b->q, NULL, 1, to.q);
+    for (int i = 0; i < 8; i++) to.s[i] = rfi_load_f16(b->d);
+}
+
+/* These and IQ4_NL have d in front of the values. */
+RFI_INLINE void rfi_expand_Q1_0(const void *p, rfi_expand_to to) {
+    const uint8_t *q = (const uint8_t *)p + 2;
+    for (int i = 0; i < 16; i++) rfi_eight_put(to.q + 8 * i, rfi_eight_less(2 * rfi_eight_bits(q[i]), 1));
+    for (int i = 0; i < 4; i++) to.s[i] = rfi_load_f16(p);
+}
+RFI_INLINE void rfi_expand_Q2_0(const void *p, rfi_expand_to to) {
+    const uint8_t *q = (const uint8_t *)p + 2;
+    for (int i = 0; i < 8; i++)
+        rfi_eight_put(to.q + 8 * i, rfi_eight_less(rfi_eight_pairs(rfi_load_u16(q + 2 * i)), 1));
+    for (int i = 0; i < 2; i++) to.s[i] = rfi_load_f16(p);
+}
+RFI_INLINE void rfi_expand_IQ4_NL(const void *p, rfi_expand_to to) {
+    *to.s = rfi_load_f16(p);
+    to.codebook(rfi_iq4_list, (const uint8_t *)p + 2, to.q, to.q + 16);
 }
 
 #define RFI_EXPANDER(name, TARGET, codebook, TYPE, kind)                                                              \
     static inline TARGET void rfi_##name##_expand_##TYPE(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {      \
         const uint32_t n = RFI_ELEMENTS_##TYPE, n_scales = n / (RFI_TYPE_##kind == RFI_TYPE_EXPANDED_32 ? 32 : 16);   \
         for (uint32_t b = 0; b < n_blocks; b++, p += RFI_BYTES_##TYPE)                                                \
-            rfi_expand_block(RF_TYPE_##TYPE, codebook, p, e->q + b * n, e->s + b * n_scales, e->m + b * n_scales);    \
+            rfi_expand_##TYPE(p, (rfi_expand_to){e->q + b * n, e->s + b * n_scales, e->m + b * n_scales, codebook});  \
     }
 #define RFI_PORTABLE_EXPANDER(TYPE, kind) RFI_EXPANDER(portable, , rfi_portable_codebook, TYPE, kind)
 RFI_EXPANDED_TYPES(RFI_PORTABLE_EXPANDER)
@@ -13118,7 +13121,7 @@ RFI_INLINE RFI_256 __m128i rfi_256_heads(const uint8_t *const *b) {
                          (short)rfi_load_u16(b[1]), (short)rfi_load_u16(b[0]));
 }
 
-/* 2^(head - 128), as rfi_expand_mxfp4. */
+/* 2^(head - 128), as rfi_expand_MXFP4. */
 RFI_INLINE RFI_256 void rfi_256_mxfp4_scales(__m128i heads, float *s) {
     const __m256i x = _mm256_cvtepu16_epi32(_mm_and_si128(heads, _mm_set1_epi16(255)));
     const __m256i small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), x);
@@ -13648,7 +13651,7 @@ RFI_INLINE RFI_512 void rfi_512_heads(const rfi_rows *r, uint64_t offset, __m512
 /* The low halves of 32-bit elements, converted from half precision. */
 RFI_INLINE RFI_512 __m512 rfi_512_half(__m512i v) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(v)); }
 
-/* 2^(e - 128) of the lowest bytes e, as rfi_expand_mxfp4. */
+/* 2^(e - 128) of the lowest bytes e, as rfi_expand_MXFP4. */
 RFI_INLINE RFI_512 __m512 rfi_512_mxfp4(__m512i v) {
     const __m512i e = _mm512_and_si512(v, _mm512_set1_epi32(255)), two = _mm512_set1_epi32(2);
     const __m512i normal = _mm512_slli_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(1)), 23);
