@@ -13121,13 +13121,6 @@ RFI_INLINE RFI_256 __m128i rfi_256_heads(const uint8_t *const *b) {
                          (short)rfi_load_u16(b[1]), (short)rfi_load_u16(b[0]));
 }
 
-/* 2^(head - 128), as rfi_expand_MXFP4. */
-RFI_INLINE RFI_256 void rfi_256_mxfp4_scales(__m128i heads, float *s) {
-    const __m256i x = _mm256_cvtepu16_epi32(_mm_and_si128(heads, _mm_set1_epi16(255)));
-    const __m256i small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), x);
-    const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(x, _mm256_set1_epi32(1)), 23);
-    rfi_256_store(s, _mm256_blendv_epi8(normal, small, _mm256_cmpgt_epi32(_mm256_set1_epi32(2), x)));
-}
 /* The parts of a block of a type with a grid. */
 typedef struct rfi_grid_block {
     const void *grid;
@@ -13651,14 +13644,6 @@ RFI_INLINE RFI_512 void rfi_512_heads(const rfi_rows *r, uint64_t offset, __m512
 /* The low halves of 32-bit elements, converted from half precision. */
 RFI_INLINE RFI_512 __m512 rfi_512_half(__m512i v) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(v)); }
 
-/* 2^(e - 128) of the lowest bytes e, as rfi_expand_MXFP4. */
-RFI_INLINE RFI_512 __m512 rfi_512_mxfp4(__m512i v) {
-    const __m512i e = _mm512_and_si512(v, _mm512_set1_epi32(255)), two = _mm512_set1_epi32(2);
-    const __m512i normal = _mm512_slli_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(1)), 23);
-    return _mm512_castsi512_ps(_mm512_mask_sllv_epi32(normal, _mm512_cmplt_epu32_mask(e, two),
-                                                      _mm512_set1_epi32(0x200000), e));
-}
-
 /* Byte k of 32-bit elements times d. */
 RFI_INLINE RFI_512 __m512 rfi_512_times(__m512i v, uint32_t k, __m512 d) {
     return _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_shuffle_epi8(v, _mm512_broadcast_i32x4(rfi_128_byte(k)))));
@@ -13669,13 +13654,18 @@ RFI_INLINE RFI_512 __m512 rfi_512_times_signed(__m512i v, uint32_t k, __m512 d) 
     return _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_shuffle_epi8(v, own)));
 }
 
-RFI_INLINE RFI_512 void rfi_512_q2_k_scales(const rfi_rows *r, uint64_t offset, float *s, float *m) {
-    const __m512i four = _mm512_set1_epi32(0x0f0f0f0f);
-    uint32_t both[16]; /* d, dmin */
-    __m512i head[4];
+/* 32 bits of each row. */
+RFI_INLINE RFI_512 __m512i rfi_512_words(const rfi_rows *r, uint64_t offset) {
+    uint32_t d[16];
     RFI_UNROLL(16)
-    for (int l = 0; l < 16; l++) both[l] = rfi_load_u32(r->row[l] + offset + offsetof(rfi_block_q2_k, d));
-    const __m512i v = _mm512_loadu_si512(both);
+    for (int l = 0; l < 16; l++) d[l] = rfi_load_u32(r->row[l] + offset);
+    return _mm512_loadu_si512(d);
+}
+
+static RFI_512 void rfi_512_q2_k_scales(const rfi_rows *r, uint64_t offset, float *s, float *m) {
+    const __m512i four = _mm512_set1_epi32(0x0f0f0f0f);
+    const __m512i v = rfi_512_words(r, offset + offsetof(rfi_block_q2_k, d)); /* d, dmin */
+    __m512i head[4];
     const __m512 d = rfi_512_half(v), dmin = _mm512_sub_ps(_mm512_setzero_ps(), rfi_512_half(_mm512_srli_epi32(v, 16)));
     rfi_512_heads(r, offset, head);
     RFI_UNROLL(4)
@@ -13690,7 +13680,7 @@ RFI_INLINE RFI_512 void rfi_512_q2_k_scales(const rfi_rows *r, uint64_t offset, 
     }
 }
 
-RFI_INLINE RFI_512 void rfi_512_q3_k_scales(const rfi_rows *r, uint64_t offset, float *s) {
+static RFI_512 void rfi_512_q3_k_scales(const rfi_rows *r, uint64_t offset, float *s) {
     const __m512i four = _mm512_set1_epi32(0x0f0f0f0f), two = _mm512_set1_epi32(0x30303030);
     __m512i head[4]; /* two bytes before the 12 of the scales, and d behind them */
     rfi_512_heads(r, offset + offsetof(rfi_block_q3_k, scales) - 2, head);
@@ -13709,7 +13699,7 @@ RFI_INLINE RFI_512 void rfi_512_q3_k_scales(const rfi_rows *r, uint64_t offset, 
     }
 }
 
-RFI_INLINE RFI_512 void rfi_512_iq4_xs_scales(const rfi_rows *r, uint64_t offset, float *s) {
+static RFI_512 void rfi_512_iq4_xs_scales(const rfi_rows *r, uint64_t offset, float *s) {
     __m512i head[4];
     rfi_512_heads(r, offset, head);
     const __m512 d = rfi_512_half(head[0]);
@@ -13724,16 +13714,13 @@ RFI_INLINE RFI_512 void rfi_512_iq4_xs_scales(const rfi_rows *r, uint64_t offset
 }
 
 /* As rfi_nvfp4_scale: 7 bits of a half that is 256 times smaller; 0x7f counts as 0. */
-RFI_INLINE RFI_512 void rfi_512_nvfp4_scales(const rfi_rows *r, uint64_t offset, float *s) {
+static RFI_512 void rfi_512_nvfp4_scales(const rfi_rows *r, uint64_t offset, float *s) {
     RFI_UNROLL(4)
     for (uint32_t i = 0; i < 4; i++) {
-        uint32_t four[16];
-        RFI_UNROLL(16)
-        for (int l = 0; l < 16; l++) four[l] = rfi_load_u32(r->row[l] + offset + i * RFI_BYTES_NVFP4);
+        const __m512i four = rfi_512_words(r, offset + i * RFI_BYTES_NVFP4);
         RFI_UNROLL(4)
         for (uint32_t k = 0; k < 4; k++) {
-            const __m512i v = _mm512_and_si512(_mm512_srli_epi32(_mm512_loadu_si512(four), 8 * k),
-                                               _mm512_set1_epi32(255));
+            const __m512i v = _mm512_and_si512(_mm512_srli_epi32(four, 8 * k), _mm512_set1_epi32(255));
             const __m512i half = _mm512_slli_epi32(_mm512_and_si512(v, _mm512_set1_epi32(127)), 7);
             const __mmask16 is_number = _mm512_cmpneq_epi32_mask(v, _mm512_set1_epi32(127));
             _mm512_storeu_ps(s + (4 * i + k) * 16,
@@ -13750,73 +13737,89 @@ RFI_INLINE RFI_512 __m512 rfi_512_halves(const rfi_rows *r, uint64_t offset) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)d));
 }
 
-RFI_INLINE RFI_512 void rfi_512_tq2_0_scales(const rfi_rows *r, uint64_t offset, float *s) {
+static RFI_512 void rfi_512_tq2_0_scales(const rfi_rows *r, uint64_t offset, float *s) {
     const __m512 v = rfi_512_halves(r, offset + offsetof(rfi_block_tq2_0, d));
     RFI_UNROLL(8)
     for (uint32_t g = 0; g < 8; g++) _mm512_storeu_ps(s + g * 16, v);
 }
 
-/* d_w and m_w of the groups of a unit, as in rfi_panel. */
-RFI_INLINE RFI_512 void rfi_512_scales(uint32_t type, const rfi_rows *r, uint64_t offset, float *s, float *m) {
+static RFI_512 void rfi_512_q6_k_scales(const rfi_rows *r, uint64_t offset, float *s) {
+    const __m512 d = _mm512_mul_ps(rfi_512_halves(r, offset + 208), _mm512_set1_ps(0x1p-24f));
     __m512i head[4];
-    if (rfi_is_expanded(type)) {
-        RFI_UNROLL(4)
-        for (uint32_t i = 0; i < 4; i++) {
-            if (i == 2 * rfi_kind_scales(rfi_kind_of(type))) break;
-            rfi_512_heads(r, offset + offsetof(rfi_expanded, s) + 16 * i, head);
-            RFI_UNROLL(4)
-            for (uint32_t j = 0; j < 4; j++) _mm512_storeu_si512(s + i * 64 + j * 16, head[j]);
-        }
-    } else if (type == RF_TYPE_Q2_K) {
-        rfi_512_q2_k_scales(r, offset, s, m);
-    } else if (type == RF_TYPE_Q3_K) {
-        rfi_512_q3_k_scales(r, offset, s);
-    } else if (type == RF_TYPE_IQ4_XS) {
-        rfi_512_iq4_xs_scales(r, offset, s);
-    } else if (type == RF_TYPE_NVFP4) {
-        rfi_512_nvfp4_scales(r, offset, s);
-    } else if (type == RF_TYPE_TQ2_0) {
-        rfi_512_tq2_0_scales(r, offset, s);
-    } else if (type == RF_TYPE_Q6_K) {
-        const __m512 d = _mm512_mul_ps(rfi_512_halves(r, offset + 208), _mm512_set1_ps(0x1p-24f));
-        rfi_512_heads(r, offset + 192, head);
-        RFI_UNROLL(4)
-        for (int i = 0; i < 4; i++)
-            RFI_UNROLL(4)
-            for (int k = 0; k < 4; k++)
-                _mm512_storeu_ps(s + (i * 4 + k) * 16, rfi_512_times_signed(head[i], (uint32_t)k, d));
-    } else if (type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K) {
-        const __m512i six = _mm512_set1_epi32(0x3f3f3f3f), four = _mm512_set1_epi32(0x0f0f0f0f);
-        const __m512i top = _mm512_set1_epi32(0x30303030);
-        rfi_512_heads(r, offset, head);
-        const __m512 d = rfi_512_half(head[0]);
-        const __m512 dmin = _mm512_sub_ps(_mm512_setzero_ps(), rfi_512_half(_mm512_srli_epi32(head[0], 16)));
-        /* as rfi_k_scales, four scales or mins to an element */
-        const __m512i scale[2] = {_mm512_and_si512(head[1], six),
-                                  _mm512_or_si512(_mm512_and_si512(head[3], four),
-                                                  _mm512_and_si512(_mm512_srli_epi32(head[1], 2), top))};
-        const __m512i min[2] = {_mm512_and_si512(head[2], six),
-                                _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi32(head[3], 4), four),
-                                                _mm512_and_si512(_mm512_srli_epi32(head[2], 2), top))};
-        RFI_UNROLL(2)
-        for (int i = 0; i < 2; i++)
-            RFI_UNROLL(4)
-            for (int k = 0; k < 4; k++) {
-                _mm512_storeu_ps(s + (i * 4 + k) * 16, rfi_512_times(scale[i], (uint32_t)k, d));
-                _mm512_storeu_ps(m + (i * 4 + k) * 16, rfi_512_times(min[i], (uint32_t)k, dmin));
-            }
-    } else {
-        const uint64_t step = rfi_unit_bytes(type) / 8;
-        for (uint32_t g = 0; g < 8; g++) {
-            uint32_t d[16];
-            RFI_UNROLL(16)
-            for (int l = 0; l < 16; l++) d[l] = rfi_load_u32(r->row[l] + offset + g * step);
-            const __m512i v = _mm512_loadu_si512(d);
-            _mm512_storeu_ps(s + g * 16, type == RF_TYPE_MXFP4 ? rfi_512_mxfp4(v) : rfi_512_half(v));
-            if (rfi_kind_of(type) == RFI_KIND_MIN) _mm512_storeu_ps(m + g * 16, rfi_512_half(_mm512_srli_epi32(v, 16)));
-        }
+    rfi_512_heads(r, offset + 192, head);
+    RFI_UNROLL(16)
+    for (uint32_t i = 0; i < 16; i++) _mm512_storeu_ps(s + i * 16, rfi_512_times_signed(head[i / 4], i % 4, d));
+}
+
+static RFI_512 void rfi_512_k_scales(const rfi_rows *r, uint64_t offset, float *s, float *m) {
+    const __m512i six = _mm512_set1_epi32(0x3f3f3f3f), four = _mm512_set1_epi32(0x0f0f0f0f);
+    const __m512i top = _mm512_set1_epi32(0x30303030);
+    __m512i head[4];
+    rfi_512_heads(r, offset, head);
+    const __m512 d = rfi_512_half(head[0]);
+    const __m512 dmin = _mm512_sub_ps(_mm512_setzero_ps(), rfi_512_half(_mm512_srli_epi32(head[0], 16)));
+    /* as rfi_k_scales, four scales or mins to an element */
+    const __m512i scale[2] = {_mm512_and_si512(head[1], six),
+                              _mm512_or_si512(_mm512_and_si512(head[3], four),
+                                              _mm512_and_si512(_mm512_srli_epi32(head[1], 2), top))};
+    const __m512i min[2] = {_mm512_and_si512(head[2], six),
+                            _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi32(head[3], 4), four),
+                                            _mm512_and_si512(_mm512_srli_epi32(head[2], 2), top))};
+    RFI_UNROLL(8)
+    for (uint32_t i = 0; i < 8; i++) {
+        _mm512_storeu_ps(s + i * 16, rfi_512_times(scale[i / 4], i % 4, d));
+        _mm512_storeu_ps(m + i * 16, rfi_512_times(min[i / 4], i % 4, dmin));
     }
 }
+
+static RFI_512 void rfi_512_expanded_scales(const rfi_rows *r, uint64_t offset, uint32_t n, float *s) {
+    for (uint32_t i = 0; i < n; i += 4, s += 64) {
+        __m512i head[4];
+        rfi_512_heads(r, offset + offsetof(rfi_expanded, s) + 4 * i, head);
+        RFI_UNROLL(4)
+        for (uint32_t j = 0; j < 4; j++) _mm512_storeu_si512(s + j * 16, head[j]);
+    }
+}
+
+/* Scales, and mins unless m is NULL, in front of eight blocks that are `step` apart. */
+static RFI_512 void rfi_512_block_scales(const rfi_rows *r, uint64_t offset, uint32_t step, float *s, float *m) {
+    for (uint32_t g = 0; g < 8; g++) {
+        const __m512i v = rfi_512_words(r, offset + g * step);
+        _mm512_storeu_ps(s + g * 16, rfi_512_half(v));
+        if (m) _mm512_storeu_ps(m + g * 16, rfi_512_half(_mm512_srli_epi32(v, 16)));
+    }
+}
+
+static RFI_512 void rfi_512_mxfp4_scales(const rfi_rows *r, uint64_t offset, float *s) {
+    for (uint32_t g = 0; g < 8; g++) { /* 2^(e - 128), as rfi_expand_MXFP4 */
+        const __m512i v = rfi_512_words(r, offset + g * RFI_BYTES_MXFP4), two = _mm512_set1_epi32(2);
+        const __m512i e = _mm512_and_si512(v, _mm512_set1_epi32(255));
+        const __m512i normal = _mm512_slli_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(1)), 23);
+        _mm512_storeu_si512(s + g * 16, _mm512_mask_sllv_epi32(normal, _mm512_cmplt_epu32_mask(e, two),
+                                                               _mm512_set1_epi32(0x200000), e));
+    }
+}
+
+/* d_w and m_w of the groups of a unit, as in rfi_panel. Calls, not inlined: vector and unpack share them. */
+#define RFI_SCALES(isa, TARGET)                                                                                       \
+    RFI_INLINE TARGET void rfi_##isa##_scales(uint32_t type, const rfi_rows *r, uint64_t offset, float *s,            \
+                                              float *m) {                                                             \
+        const rfi_kind kind = rfi_kind_of(type);                                                                      \
+        switch (type) {                                                                                               \
+        case RF_TYPE_Q2_K: rfi_##isa##_q2_k_scales(r, offset, s, m); break;                                           \
+        case RF_TYPE_Q3_K: rfi_##isa##_q3_k_scales(r, offset, s); break;                                              \
+        case RF_TYPE_Q4_K: case RF_TYPE_Q5_K: rfi_##isa##_k_scales(r, offset, s, m); break;                           \
+        case RF_TYPE_Q6_K: rfi_##isa##_q6_k_scales(r, offset, s); break;                                              \
+        case RF_TYPE_IQ4_XS: rfi_##isa##_iq4_xs_scales(r, offset, s); break;                                          \
+        case RF_TYPE_MXFP4: rfi_##isa##_mxfp4_scales(r, offset, s); break;                                            \
+        case RF_TYPE_NVFP4: rfi_##isa##_nvfp4_scales(r, offset, s); break;                                            \
+        case RF_TYPE_TQ2_0: rfi_##isa##_tq2_0_scales(r, offset, s); break;                                            \
+        default:                                                                                                      \
+            if (rfi_is_expanded(type)) rfi_##isa##_expanded_scales(r, offset, 8 * rfi_kind_scales(kind), s);          \
+            else rfi_##isa##_block_scales(r, offset, rfi_unit_bytes(type) / 8, s, rfi_kind_min(kind) ? m : NULL);     \
+        }                                                                                                             \
+    }
+RFI_SCALES(512, RFI_512)
 
 /* The i-th of n_sums: start plus products of q, which has four vectors, and x. */
 RFI_INLINE RFI_512 __m512i rfi_512_dot(uint32_t n_sums, uint32_t i, __m512i start, const __m512i *q, const __m512i *x) {
@@ -14416,7 +14419,7 @@ RFI_INLINE RFI_256 __m256 rfi_256_times_signed(__m256i v, uint32_t k, __m256 d) 
     return _mm256_mul_ps(d, _mm256_cvtepi32_ps(_mm256_shuffle_epi8(v, own)));
 }
 
-RFI_INLINE RFI_256 void rfi_256_q2_k_scales(const rfi_rows *r, uint64_t offset, float *s, float *m) {
+static RFI_256 void rfi_256_q2_k_scales(const rfi_rows *r, uint64_t offset, float *s, float *m) {
     const __m256i four = _mm256_set1_epi32(0x0f0f0f0f);
     __m128i both[2];
     rfi_256_words(r, offset + offsetof(rfi_block_q2_k, d), both);
@@ -14435,7 +14438,7 @@ RFI_INLINE RFI_256 void rfi_256_q2_k_scales(const rfi_rows *r, uint64_t offset, 
     }
 }
 
-RFI_INLINE RFI_256 void rfi_256_q3_k_scales(const rfi_rows *r, uint64_t offset, float *s) {
+static RFI_256 void rfi_256_q3_k_scales(const rfi_rows *r, uint64_t offset, float *s) {
     const __m256i four = _mm256_set1_epi32(0x0f0f0f0f), two = _mm256_set1_epi32(0x30303030);
     __m256i head[4]; /* two bytes before the 12 of the scales, and d behind them */
     rfi_256_row_heads(r, offset + offsetof(rfi_block_q3_k, scales) - 2, head);
@@ -14454,7 +14457,7 @@ RFI_INLINE RFI_256 void rfi_256_q3_k_scales(const rfi_rows *r, uint64_t offset, 
     }
 }
 
-RFI_INLINE RFI_256 void rfi_256_iq4_xs_scales(const rfi_rows *r, uint64_t offset, float *s) {
+static RFI_256 void rfi_256_iq4_xs_scales(const rfi_rows *r, uint64_t offset, float *s) {
     __m256i head[4];
     rfi_256_row_heads(r, offset, head);
     const __m256 d = rfi_256_half(head[0]);
@@ -14468,7 +14471,7 @@ RFI_INLINE RFI_256 void rfi_256_iq4_xs_scales(const rfi_rows *r, uint64_t offset
 }
 
 /* As rfi_512_nvfp4_scales. */
-RFI_INLINE RFI_256 void rfi_256_nvfp4_scales(const rfi_rows *r, uint64_t offset, float *s) {
+static RFI_256 void rfi_256_nvfp4_scales(const rfi_rows *r, uint64_t offset, float *s) {
     __m128i words[2] = {0};
     RFI_UNROLL(8)
     for (uint32_t i = 0; i < 8; i++) { /* two scales */
@@ -14483,7 +14486,7 @@ RFI_INLINE RFI_256 void rfi_256_nvfp4_scales(const rfi_rows *r, uint64_t offset,
     }
 }
 
-RFI_INLINE RFI_256 void rfi_256_k_scales(const rfi_rows *r, uint64_t offset, float *s, float *m) {
+static RFI_256 void rfi_256_k_scales(const rfi_rows *r, uint64_t offset, float *s, float *m) {
     const __m256i six = _mm256_set1_epi32(0x3f3f3f3f), four = _mm256_set1_epi32(0x0f0f0f0f);
     const __m256i top = _mm256_set1_epi32(0x30303030);
     __m256i head[4];
@@ -14503,48 +14506,54 @@ RFI_INLINE RFI_256 void rfi_256_k_scales(const rfi_rows *r, uint64_t offset, flo
     }
 }
 
-/* As rfi_512_scales. */
-RFI_INLINE RFI_256 void rfi_256_scales(uint32_t type, const rfi_rows *r, uint64_t offset, float *s, float *m) {
+static RFI_256 void rfi_256_q6_k_scales(const rfi_rows *r, uint64_t offset, float *s) {
     __m256i head[4];
     __m128i word[2];
-    if (rfi_is_expanded(type)) {
-        const uint32_t n = 2 * rfi_kind_scales(rfi_kind_of(type));
+    rfi_256_words(r, offset + 206, word); /* d is the second: nothing is read past the block */
+    const __m256 d = _mm256_mul_ps(_mm256_cvtph_ps(word[1]), _mm256_set1_ps(0x1p-24f));
+    rfi_256_row_heads(r, offset + 192, head);
+    RFI_UNROLL(16)
+    for (uint32_t i = 0; i < 16; i++) _mm256_storeu_ps(s + i * 8, rfi_256_times_signed(head[i / 4], i % 4, d));
+}
+
+static RFI_256 void rfi_256_tq2_0_scales(const rfi_rows *r, uint64_t offset, float *s) {
+    __m128i word[2];
+    rfi_256_words(r, offset + offsetof(rfi_block_tq2_0, d) - 2, word); /* as Q6_K */
+    RFI_UNROLL(8)
+    for (uint32_t g = 0; g < 8; g++) _mm256_storeu_ps(s + g * 8, _mm256_cvtph_ps(word[1]));
+}
+
+static RFI_256 void rfi_256_expanded_scales(const rfi_rows *r, uint64_t offset, uint32_t n, float *s) {
+    for (uint32_t i = 0; i < n; i += 4, s += 32) {
+        __m256i head[4];
+        rfi_256_row_heads(r, offset + offsetof(rfi_expanded, s) + 4 * i, head);
         RFI_UNROLL(4)
-        for (uint32_t i = 0; i < n; i++) {
-            rfi_256_row_heads(r, offset + offsetof(rfi_expanded, s) + 16 * i, head);
-            RFI_UNROLL(4)
-            for (uint32_t j = 0; j < 4; j++) rfi_256_store(s + i * 32 + j * 8, head[j]);
-        }
-    } else if (type == RF_TYPE_Q6_K) {
-        rfi_256_words(r, offset + 206, word); /* d is the second: nothing is read past the block */
-        const __m256 d = _mm256_mul_ps(_mm256_cvtph_ps(word[1]), _mm256_set1_ps(0x1p-24f));
-        rfi_256_row_heads(r, offset + 192, head);
-        RFI_UNROLL(16)
-        for (uint32_t i = 0; i < 16; i++) _mm256_storeu_ps(s + i * 8, rfi_256_times_signed(head[i / 4], i % 4, d));
-    } else if (type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K) {
-        rfi_256_k_scales(r, offset, s, m);
-    } else if (type == RF_TYPE_Q2_K) {
-        rfi_256_q2_k_scales(r, offset, s, m);
-    } else if (type == RF_TYPE_Q3_K) {
-        rfi_256_q3_k_scales(r, offset, s);
-    } else if (type == RF_TYPE_IQ4_XS) {
-        rfi_256_iq4_xs_scales(r, offset, s);
-    } else if (type == RF_TYPE_NVFP4) {
-        rfi_256_nvfp4_scales(r, offset, s);
-    } else if (type == RF_TYPE_TQ2_0) {
-        rfi_256_words(r, offset + offsetof(rfi_block_tq2_0, d) - 2, word); /* as Q6_K */
-        const __m256 d = _mm256_cvtph_ps(word[1]);
-        RFI_UNROLL(8)
-        for (uint32_t g = 0; g < 8; g++) _mm256_storeu_ps(s + g * 8, d);
-    } else {
-        for (uint32_t g = 0; g < 8; g++) {
-            rfi_256_words(r, offset + g * (rfi_unit_bytes(type) / 8), word);
-            if (type == RF_TYPE_MXFP4) rfi_256_mxfp4_scales(word[0], s + g * 8);
-            else _mm256_storeu_ps(s + g * 8, _mm256_cvtph_ps(word[0]));
-            if (rfi_kind_of(type) == RFI_KIND_MIN) _mm256_storeu_ps(m + g * 8, _mm256_cvtph_ps(word[1]));
-        }
+        for (uint32_t j = 0; j < 4; j++) rfi_256_store(s + j * 8, head[j]);
     }
 }
+
+/* Scales, and mins unless m is NULL, in front of eight blocks that are `step` apart. */
+static RFI_256 void rfi_256_block_scales(const rfi_rows *r, uint64_t offset, uint32_t step, float *s, float *m) {
+    for (uint32_t g = 0; g < 8; g++) {
+        __m128i word[2];
+        rfi_256_words(r, offset + g * step, word);
+        _mm256_storeu_ps(s + g * 8, _mm256_cvtph_ps(word[0]));
+        if (m) _mm256_storeu_ps(m + g * 8, _mm256_cvtph_ps(word[1]));
+    }
+}
+
+static RFI_256 void rfi_256_mxfp4_scales(const rfi_rows *r, uint64_t offset, float *s) {
+    for (uint32_t g = 0; g < 8; g++) { /* 2^(e - 128), as rfi_expand_MXFP4 */
+        __m128i word[2];
+        rfi_256_words(r, offset + g * RFI_BYTES_MXFP4, word);
+        const __m256i x = _mm256_cvtepu16_epi32(_mm_and_si128(word[0], _mm_set1_epi16(255)));
+        const __m256i small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), x);
+        const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(x, _mm256_set1_epi32(1)), 23);
+        rfi_256_store(s + g * 8, _mm256_blendv_epi8(normal, small, _mm256_cmpgt_epi32(_mm256_set1_epi32(2), x)));
+    }
+}
+
+RFI_SCALES(256, RFI_256)
 
 /* sum += sums of 4 products, a unsigned. Assembly, because compilers offer the intrinsic only in functions with that
  * target, which the shared AVX2 functions do not have. The tests define RFI_VNNI_EVEX to run them on
