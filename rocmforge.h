@@ -15044,10 +15044,24 @@ RFI_INLINE RFI_256 __m256 rfi_256_load8(uint32_t type, const void *p, uint64_t i
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(v), 16));
 }
 
+/* What four rows and some columns have after their last whole eight values, and zeros. */
+static void rfi_256_rest(uint32_t type, const rfi_float_tile *t, const float *x, uint32_t n_cols, float (*w)[8],
+                         float (*v)[8]) {
+    const uint32_t whole = t->n & ~7u;
+    memset(w, 0, 4 * sizeof *w);
+    memset(v, 0, n_cols * sizeof *v);
+    for (uint32_t l = 0; whole + l < t->n; l++) {
+        for (uint32_t r = 0; r < 4; r++) w[r][l] = rfi_load_type(type, t->row[r], whole + l);
+        for (uint32_t c = 0; c < n_cols; c++) v[c][l] = x[c * t->x_stride + whole + l];
+    }
+}
+
 RFI_INLINE RFI_256 void rfi_256_float_tile(uint32_t type, uint32_t n_cols, uint32_t first, rfi_float_tile *t) {
     const uint32_t whole = t->n & ~7u, value_bytes = type == RF_TYPE_F32 ? 4 : 2;
     const float *x = t->x + first * t->x_stride;
+    float w[4][8], v[3][8];
     __m256 sum[3][4];
+    if (whole < t->n) rfi_256_rest(type, t, x, n_cols, w, v);
     RFI_UNROLL(3)
     for (uint32_t c = 0; c < n_cols; c++)
         RFI_UNROLL(4)
@@ -15055,23 +15069,18 @@ RFI_INLINE RFI_256 void rfi_256_float_tile(uint32_t type, uint32_t n_cols, uint3
     for (uint32_t i = 0; i < whole; i += 8)
         RFI_UNROLL(4)
         for (int r = 0; r < 4; r++) {
-            const __m256 w = rfi_256_load8(type, t->row[r], i);
+            const __m256 eight = rfi_256_load8(type, t->row[r], i);
             if (n_cols == 1 && t->ahead) rfi_prefetch((uintptr_t)t->row[r] + t->ahead + i * value_bytes, 1);
             RFI_UNROLL(3)
             for (uint32_t c = 0; c < n_cols; c++)
-                sum[c][r] = _mm256_fmadd_ps(w, _mm256_loadu_ps(x + c * t->x_stride + i), sum[c][r]);
+                sum[c][r] = _mm256_fmadd_ps(eight, _mm256_loadu_ps(x + c * t->x_stride + i), sum[c][r]);
         }
-    RFI_UNROLL(4)
-    for (int r = 0; r < 4; r++) { /* the last values, in the first lanes */
-        float w[8] = {0}, v[8] = {0};
-        if (whole == t->n) continue;
-        for (uint32_t l = 0; whole + l < t->n; l++) w[l] = rfi_load_type(type, t->row[r], whole + l);
-        RFI_UNROLL(3)
-        for (uint32_t c = 0; c < n_cols; c++) {
-            for (uint32_t l = 0; whole + l < t->n; l++) v[l] = x[c * t->x_stride + whole + l];
-            sum[c][r] = _mm256_fmadd_ps(_mm256_loadu_ps(w), _mm256_loadu_ps(v), sum[c][r]);
-        }
-    }
+    if (whole < t->n)
+        RFI_UNROLL(4)
+        for (int r = 0; r < 4; r++)
+            RFI_UNROLL(3)
+            for (uint32_t c = 0; c < n_cols; c++)
+                sum[c][r] = _mm256_fmadd_ps(_mm256_loadu_ps(w[r]), _mm256_loadu_ps(v[c]), sum[c][r]);
     RFI_UNROLL(3)
     for (uint32_t c = 0; c < n_cols; c++) {
         const __m256 lanes = _mm256_hadd_ps(_mm256_hadd_ps(sum[c][0], sum[c][1]), _mm256_hadd_ps(sum[c][2], sum[c][3]));
