@@ -2332,8 +2332,9 @@ static inline const char *rf_op_name(uint32_t kind) {
     return kind < RF_OP_KIND_COUNT ? names[kind] : "?";
 }
 
-/* What op needs, by its row of the table. Numbers in it are not checked yet: rf_op_check. */
-static inline rf_op_spec rf_op_get_spec(const rf_plan *plan, const rf_op *op) {
+/* What op needs, by its row of the table. Numbers in it are not checked yet: rf_op_check. Cold: what it calls is not
+ * inlined at each of a hundred places. */
+static inline __attribute__((cold)) rf_op_spec rf_op_get_spec(const rf_plan *plan, const rf_op *op) {
     const rf_op_buffer none = {RF_NONE, 0, 0}, out = {op->out, op->rows, 0};
     const rf_op_weight no_weight = {RF_NONE, 0, 0, 0};
     rf_op_spec spec = {rf_op_name(op->kind), 0, 0, 0, 0, {none, none, none}, out, {no_weight, no_weight, no_weight},
