@@ -2332,8 +2332,9 @@ static inline const char *rf_op_name(uint32_t kind) {
     return kind < RF_OP_KIND_COUNT ? names[kind] : "?";
 }
 
-/* What op needs, by its row of the table. Numbers in it are not checked yet: rf_op_check. */
-static inline rf_op_spec rf_op_get_spec(const rf_plan *plan, const rf_op *op) {
+/* What op needs, by its row of the table. Numbers in it are not checked yet: rf_op_check. Cold: what it calls is not
+ * inlined at each of a hundred places. */
+static inline __attribute__((cold)) rf_op_spec rf_op_get_spec(const rf_plan *plan, const rf_op *op) {
     const rf_op_buffer none = {RF_NONE, 0, 0}, out = {op->out, op->rows, 0};
     const rf_op_weight no_weight = {RF_NONE, 0, 0, 0};
     rf_op_spec spec = {rf_op_name(op->kind), 0, 0, 0, 0, {none, none, none}, out, {no_weight, no_weight, no_weight},
@@ -5015,32 +5016,22 @@ static const int8_t rfi_iq4_list[16] = {-127, -104, -83, -65, -49, -35, -22, -10
 static const int8_t rfi_fp4_list[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}; /* doubled */
 
 /* Grids: runs of values, a byte each, eight of IQ2 and IQ1, four of IQ3, without their signs; of IQ1 8 times the
- * weight, plus 9. */
-#define RFI_IQ2_VALUE(c) (8u + 17 * (c) + ((c) >> 1))
-#define RFI_IQ1_VALUE(c) (8u * (c) + 1)
-#define RFI_IQ3_XXS_VALUE(c) (4u + 8 * (c) + 2 * ((c) == 7))
-#define RFI_IQ3_S_VALUE(c) (2u * (c) + 1)
-#define RFI_GRID_TWO(v, i, V) ((uint64_t)(V((v) >> 2 * (i) & 3) | V((v) >> 2 * (i) >> 2 & 3) << 8) << 8 * (i))
-#define RFI_GRID_EIGHT(v, V) \
-    (RFI_GRID_TWO(v, 0, V) | RFI_GRID_TWO(v, 2, V) | RFI_GRID_TWO(v, 4, V) | RFI_GRID_TWO(v, 6, V)),
-#define RFI_GRID_FOUR(v, V) (V((v) & 7) | V((v) >> 3 & 7) << 8 | V((v) >> 6 & 7) << 16 | V((v) >> 9 & 7) << 24),
-#define RFI_IQ2_RUN(v) RFI_GRID_EIGHT(v, RFI_IQ2_VALUE)
-#define RFI_IQ1_RUN(v) RFI_GRID_EIGHT(v, RFI_IQ1_VALUE)
-#define RFI_IQ3_XXS_RUN(v) RFI_GRID_FOUR(v, RFI_IQ3_XXS_VALUE)
-#define RFI_IQ3_S_RUN(v) RFI_GRID_FOUR(v, RFI_IQ3_S_VALUE)
+ * weight, plus 9. All codes of a run are spread over its bytes at once: few tokens for each run compile sooner. */
+#define RFI_PAIRS(v) \
+    ((((v) & 0x3333) * 0x1001001001u & 0x0003000300030003u) | (((v) & 0xcccc) * 0x40040040040u & 0x0300030003000300u))
+#define RFI_THREES(v) ((((v) & 0x1c7) * 0x401u & 0x00070007u) | (((v) & 0xe38) * 0x8020u & 0x07000700u))
+#define RFI_IQ2_RUN(v) 0x0808080808080808u + (RFI_PAIRS(v) * 35 >> 1 & 0x7f7f7f7f7f7f7f7fu),
+#define RFI_IQ1_RUN(v) 0x0101010101010101u + RFI_PAIRS(v) * 8,
+#define RFI_IQ3_XXS_RUN(v) 0x04040404u + RFI_THREES(v) * 8 + ((RFI_THREES(v) + 0x01010101u) >> 2 & 0x02020202u),
+#define RFI_IQ3_S_RUN(v) 0x01010101u + RFI_THREES(v) * 2,
 static const uint64_t rfi_iq2_xxs_grid[256] = {RF_GRID_IQ2_XXS(RFI_IQ2_RUN)};
 static const uint64_t rfi_iq2_xs_grid[512] = {RF_GRID_IQ2_XS(RFI_IQ2_RUN)};
 static const uint64_t rfi_iq2_s_grid[1024] = {RF_GRID_IQ2_S(RFI_IQ2_RUN)};
 static const uint64_t rfi_iq1_grid[2048] = {RF_GRID_IQ1(RFI_IQ1_RUN)};
 static const uint32_t rfi_iq3_xxs_grid[256] = {RF_GRID_IQ3_XXS(RFI_IQ3_XXS_RUN)};
 static const uint32_t rfi_iq3_s_grid[512] = {RF_GRID_IQ3_S(RFI_IQ3_S_RUN)};
-#undef RFI_IQ2_VALUE
-#undef RFI_IQ1_VALUE
-#undef RFI_IQ3_XXS_VALUE
-#undef RFI_IQ3_S_VALUE
-#undef RFI_GRID_TWO
-#undef RFI_GRID_EIGHT
-#undef RFI_GRID_FOUR
+#undef RFI_PAIRS
+#undef RFI_THREES
 #undef RFI_IQ2_RUN
 #undef RFI_IQ1_RUN
 #undef RFI_IQ3_XXS_RUN
@@ -5090,36 +5081,47 @@ RFI_INLINE void rfi_expand_pairs(const uint8_t *p, const uint8_t *high, uint32_t
             }
 }
 
-RFI_INLINE void rfi_expand_q2_k(const rfi_block_q2_k *b, int8_t *q, float *s, float *m) {
+/* Where a block's q, s and m go; codebook is a constant. */
+typedef struct rfi_expand_to {
+    int8_t *q;
+    float *s, *m;
+    rfi_codebook_fn codebook;
+} rfi_expand_to;
+
+RFI_INLINE void rfi_expand_Q2_K(const void *p, rfi_expand_to to) {
+    const rfi_block_q2_k *b = (const rfi_block_q2_k *)p;
     const float d = rfi_load_f16(b->d), dmin = rfi_load_f16(b->dmin);
     for (int i = 0; i < 16; i++) {
-        s[i] = d * (float)(b->scales[i] & 15);
-        m[i] = -(dmin * (float)(b->scales[i] >> 4));
+        to.s[i] = d * (float)(b->scales[i] & 15);
+        to.m[i] = -(dmin * (float)(b->scales[i] >> 4));
     }
-    rfi_expand_pairs(b->q, NULL, 0, q);
+    rfi_expand_pairs(b->q, NULL, 0, to.q);
 }
 
-RFI_INLINE void rfi_expand_q3_k(const rfi_block_q3_k *b, int8_t *q, float *s) {
+RFI_INLINE void rfi_expand_Q3_K(const void *p, rfi_expand_to to) {
+    const rfi_block_q3_k *b = (const rfi_block_q3_k *)p;
     const float d = rfi_load_f16(b->d);
     for (uint32_t i = 0; i < 16; i++) {
         const uint32_t low = b->scales[i & 7] >> (i >> 3) * 4 & 15, high = b->scales[8 + (i & 3)] >> (i >> 2) * 2 & 3;
-        s[i] = d * (float)((int)(low | high << 4) - 32);
+        to.s[i] = d * (float)((int)(low | high << 4) - 32);
     }
-    rfi_expand_pairs(b->q, b->high, 4, q);
+    rfi_expand_pairs(b->q, b->high, 4, to.q);
 }
 
-RFI_INLINE void rfi_expand_iq4_xs(rfi_codebook_fn codebook, const rfi_block_iq4_xs *b, int8_t *q, float *s) {
+RFI_INLINE void rfi_expand_IQ4_XS(const void *p, rfi_expand_to to) {
+    const rfi_block_iq4_xs *b = (const rfi_block_iq4_xs *)p;
     const float d = rfi_load_f16(b->d);
     const uint32_t high = rfi_load_u16(b->scales_high);
-    for (uint32_t g = 0; g < 8; g++, q += 32) {
-        s[g] = d * (float)((int)(rfi_nibble(b->scales_low, g) | (high >> 2 * g & 3) << 4) - 32);
-        codebook(rfi_iq4_list, b->q + 16 * g, q, q + 16);
+    for (uint32_t g = 0; g < 8; g++, to.q += 32) {
+        to.s[g] = d * (float)((int)(rfi_nibble(b->scales_low, g) | (high >> 2 * g & 3) << 4) - 32);
+        to.codebook(rfi_iq4_list, b->q + 16 * g, to.q, to.q + 16);
     }
 }
 
-RFI_INLINE void rfi_expand_mxfp4(rfi_codebook_fn codebook, const rfi_block_mxfp4 *b, int8_t *q, float *s) {
-    *s = rfi_f32_of_bits(b->e < 2 ? 0x00200000u << b->e : (b->e - 1u) << 23); /* 2^(e - 128) */
-    codebook(rfi_fp4_list, b->q, q, q + 16);
+RFI_INLINE void rfi_expand_MXFP4(const void *p, rfi_expand_to to) {
+    const rfi_block_mxfp4 *b = (const rfi_block_mxfp4 *)p;
+    *to.s = rfi_f32_of_bits(b->e < 2 ? 0x00200000u << b->e : (b->e - 1u) << 23); /* 2^(e - 128) */
+    to.codebook(rfi_fp4_list, b->q, to.q, to.q + 16);
 }
 
 /* Scales without a sign: 4 bits of exponent, 3 of fraction, halved. 127 is no number and counts as 0. */
@@ -5129,14 +5131,15 @@ RFI_INLINE float rfi_nvfp4_scale(uint8_t d) {
     return e ? (float)(8 + fraction) * rfi_f32_of_bits((uint32_t)(e + 127 - 11) << 23) : (float)fraction * 0x1p-10f;
 }
 
-RFI_INLINE void rfi_expand_nvfp4(rfi_codebook_fn codebook, const rfi_block_nvfp4 *b, int8_t *q, float *s) {
-    for (int i = 0; i < 4; i++) s[i] = rfi_nvfp4_scale(b->d[i]);
+RFI_INLINE void rfi_expand_NVFP4(const void *p, rfi_expand_to to) {
+    const rfi_block_nvfp4 *b = (const rfi_block_nvfp4 *)p;
+    for (int i = 0; i < 4; i++) to.s[i] = rfi_nvfp4_scale(b->d[i]);
     for (int i = 0; i < 4; i += 2) { /* two sixteens of 8 bytes each */
         int8_t low[16], high[16];
-        codebook(rfi_fp4_list, b->q + 8 * i, low, high);
+        to.codebook(rfi_fp4_list, b->q + 8 * i, low, high);
         for (int j = 0; j < 2; j++) {
-            memcpy(q + 16 * (i + j), low + 8 * j, 8);
-            memcpy(q + 16 * (i + j) + 8, high + 8 * j, 8);
+            memcpy(to.q + 16 * (i + j), low + 8 * j, 8);
+            memcpy(to.q + 16 * (i + j) + 8, high + 8 * j, 8);
         }
     }
 }
@@ -5192,45 +5195,50 @@ RFI_INLINE void rfi_portable_runs(uint32_t type, const rfi_runs *r, int8_t *q, f
     }
 }
 
-RFI_INLINE void rfi_expand_iq2_xxs(const rfi_block_iq2_xxs *b, int8_t *q, float *s) {
+RFI_INLINE void rfi_expand_IQ2_XXS(const void *p, rfi_expand_to to) {
+    const rfi_block_iq2_xxs *b = (const rfi_block_iq2_xxs *)p;
     rfi_runs r;
     r.d = rfi_load_f16(b->d);
     RFI_UNROLL(32)
     for (uint32_t i = 0; i < 32; i++) r.run[i] = rfi_iq2_xxs_grid[b->group[i >> 2].q[i & 3]];
     r.signs = (const uint8_t *)b->group;
-    rfi_portable_runs(RF_TYPE_IQ2_XXS, &r, q, s);
+    rfi_portable_runs(RF_TYPE_IQ2_XXS, &r, to.q, to.s);
 }
 
-RFI_INLINE void rfi_expand_iq2_xs(const rfi_block_iq2_xs *b, int8_t *q, float *s) {
+RFI_INLINE void rfi_expand_IQ2_XS(const void *p, rfi_expand_to to) {
+    const rfi_block_iq2_xs *b = (const rfi_block_iq2_xs *)p;
     rfi_runs r;
     r.scales = b->scales, r.d = rfi_load_f16(b->d);
     RFI_UNROLL(32)
     for (uint32_t i = 0; i < 32; i++) r.run[i] = rfi_iq2_xs_grid[rfi_load_u16(b->q + 2 * i) & 511];
     r.signs = b->q;
-    rfi_portable_runs(RF_TYPE_IQ2_XS, &r, q, s);
+    rfi_portable_runs(RF_TYPE_IQ2_XS, &r, to.q, to.s);
 }
 
-RFI_INLINE void rfi_expand_iq2_s(const rfi_block_iq2_s *b, int8_t *q, float *s) {
+RFI_INLINE void rfi_expand_IQ2_S(const void *p, rfi_expand_to to) {
+    const rfi_block_iq2_s *b = (const rfi_block_iq2_s *)p;
     rfi_runs r;
     r.scales = b->scales, r.d = rfi_load_f16(b->d);
     RFI_UNROLL(32)
     for (uint32_t i = 0; i < 32; i++)
         r.run[i] = rfi_iq2_s_grid[b->q[i] | (b->high[i >> 2] >> 2 * (i & 3) & 3u) << 8];
     r.signs = b->signs;
-    rfi_portable_runs(RF_TYPE_IQ2_S, &r, q, s);
+    rfi_portable_runs(RF_TYPE_IQ2_S, &r, to.q, to.s);
 }
 
-RFI_INLINE void rfi_expand_iq3_xxs(const rfi_block_iq3_xxs *b, int8_t *q, float *s) {
+RFI_INLINE void rfi_expand_IQ3_XXS(const void *p, rfi_expand_to to) {
+    const rfi_block_iq3_xxs *b = (const rfi_block_iq3_xxs *)p;
     rfi_runs r;
     r.d = rfi_load_f16(b->d);
     RFI_UNROLL(32)
     for (uint32_t i = 0; i < 64; i += 2)
         r.run[i >> 1] = rfi_iq3_xxs_grid[b->q[i]] | (uint64_t)rfi_iq3_xxs_grid[b->q[i + 1]] << 32;
     r.signs = b->signs;
-    rfi_portable_runs(RF_TYPE_IQ3_XXS, &r, q, s);
+    rfi_portable_runs(RF_TYPE_IQ3_XXS, &r, to.q, to.s);
 }
 
-RFI_INLINE void rfi_expand_iq3_s(const rfi_block_iq3_s *b, int8_t *q, float *s) {
+RFI_INLINE void rfi_expand_IQ3_S(const void *p, rfi_expand_to to) {
+    const rfi_block_iq3_s *b = (const rfi_block_iq3_s *)p;
     rfi_runs r;
     r.scales = b->scales, r.d = rfi_load_f16(b->d);
     RFI_UNROLL(32)
@@ -5240,10 +5248,11 @@ RFI_INLINE void rfi_expand_iq3_s(const rfi_block_iq3_s *b, int8_t *q, float *s) 
                         (uint64_t)rfi_iq3_s_grid[b->q[i + 1] | (high & 2) << 7] << 32;
     }
     r.signs = b->signs;
-    rfi_portable_runs(RF_TYPE_IQ3_S, &r, q, s);
+    rfi_portable_runs(RF_TYPE_IQ3_S, &r, to.q, to.s);
 }
 
-RFI_INLINE void rfi_expand_iq1_s(const rfi_block_iq1_s *b, int8_t *q, float *s) {
+RFI_INLINE void rfi_expand_IQ1_S(const void *p, rfi_expand_to to) {
+    const rfi_block_iq1_s *b = (const rfi_block_iq1_s *)p;
     rfi_runs r;
     uint8_t down[32];
     r.signs = down, r.scales = b->high, r.d = rfi_load_f16(b->d);
@@ -5253,14 +5262,15 @@ RFI_INLINE void rfi_expand_iq1_s(const rfi_block_iq1_s *b, int8_t *q, float *s) 
         r.run[i] = rfi_iq1_grid[b->q[i] | (h >> 3 * (i & 3) & 7) << 8];
         down[i] = (uint8_t)(0u - (h >> 15));
     }
-    rfi_portable_runs(RF_TYPE_IQ1_S, &r, q, s);
+    rfi_portable_runs(RF_TYPE_IQ1_S, &r, to.q, to.s);
 }
 
 RFI_INLINE uint16_t rfi_iq1_m_half(const rfi_block_iq1_m *b) {
     const uint64_t s = rfi_load_u64(b->scales);
     return (uint16_t)((s >> 12 & 15) | (s >> 24 & 0xf0) | (s >> 36 & 0xf00) | (s >> 48 & 0xf000));
 }
-RFI_INLINE void rfi_expand_iq1_m(const rfi_block_iq1_m *b, int8_t *q, float *s) {
+RFI_INLINE void rfi_expand_IQ1_M(const void *p, rfi_expand_to to) {
+    const rfi_block_iq1_m *b = (const rfi_block_iq1_m *)p;
     rfi_runs r;
     uint8_t down[32];
     r.signs = down, r.scales = b->scales, r.d = rfi_f16_to_f32(rfi_iq1_m_half(b));
@@ -5270,7 +5280,7 @@ RFI_INLINE void rfi_expand_iq1_m(const rfi_block_iq1_m *b, int8_t *q, float *s) 
         r.run[i] = rfi_iq1_grid[b->q[i] | (h & 7) << 8];
         down[i] = (uint8_t)(0u - (h >> 3 & 1));
     }
-    rfi_portable_runs(RF_TYPE_IQ1_M, &r, q, s);
+    rfi_portable_runs(RF_TYPE_IQ1_M, &r, to.q, to.s);
 }
 
 /* Digits of base 3, n of them, of bytes that hold fractions: the first of all bytes, the second of all bytes .. */
@@ -5279,57 +5289,41 @@ RFI_INLINE void rfi_expand_thirds(const uint8_t *p, uint32_t n_bytes, uint32_t n
         for (uint32_t i = 0; i < n_bytes; i++) *q++ = (int8_t)((p[i] * power % 256 * 3 >> 8) - 1);
 }
 
-/* A block to its q, s and m; type and codebook are constants. */
-RFI_INLINE void rfi_expand_block(uint32_t type, rfi_codebook_fn codebook, const void *p, int8_t *q, float *s,
-                                 float *m) {
-    const uint8_t *bytes = (const uint8_t *)p; /* a d in front of values or behind them, the same for all */
-    uint32_t n_scales = 0;
-    float d = 0;
-    switch (type) {
-    case RF_TYPE_Q2_K: rfi_expand_q2_k((const rfi_block_q2_k *)p, q, s, m); break;
-    case RF_TYPE_Q3_K: rfi_expand_q3_k((const rfi_block_q3_k *)p, q, s); break;
-    case RF_TYPE_IQ4_NL:
-        *s = rfi_load_f16(p);
-        codebook(rfi_iq4_list, bytes + 2, q, q + 16);
-        break;
-    case RF_TYPE_IQ4_XS: rfi_expand_iq4_xs(codebook, (const rfi_block_iq4_xs *)p, q, s); break;
-    case RF_TYPE_MXFP4: rfi_expand_mxfp4(codebook, (const rfi_block_mxfp4 *)p, q, s); break;
-    case RF_TYPE_NVFP4: rfi_expand_nvfp4(codebook, (const rfi_block_nvfp4 *)p, q, s); break;
-    case RF_TYPE_IQ2_XXS: rfi_expand_iq2_xxs((const rfi_block_iq2_xxs *)p, q, s); break;
-    case RF_TYPE_IQ2_XS: rfi_expand_iq2_xs((const rfi_block_iq2_xs *)p, q, s); break;
-    case RF_TYPE_IQ2_S: rfi_expand_iq2_s((const rfi_block_iq2_s *)p, q, s); break;
-    case RF_TYPE_IQ3_XXS: rfi_expand_iq3_xxs((const rfi_block_iq3_xxs *)p, q, s); break;
-    case RF_TYPE_IQ3_S: rfi_expand_iq3_s((const rfi_block_iq3_s *)p, q, s); break;
-    case RF_TYPE_IQ1_S: rfi_expand_iq1_s((const rfi_block_iq1_s *)p, q, s); break;
-    case RF_TYPE_IQ1_M: rfi_expand_iq1_m((const rfi_block_iq1_m *)p, q, s); break;
-    case RF_TYPE_TQ1_0:
-        rfi_expand_thirds(bytes, 32, 5, q);
-        rfi_expand_thirds(bytes + 32, 16, 5, q + 160);
-        rfi_expand_thirds(bytes + 48, 4, 4, q + 240);
-        d = rfi_load_f16(bytes + 52), n_scales = 8;
-        break;
-    case RF_TYPE_TQ2_0:
-        rfi_expand_pairs(bytes, NULL, 1, q);
-        d = rfi_load_f16(bytes + 64), n_scales = 8;
-        break;
-    case RF_TYPE_Q1_0:
-        for (int i = 0; i < 16; i++) rfi_eight_put(q + 8 * i, rfi_eight_less(2 * rfi_eight_bits(bytes[2 + i]), 1));
-        d = rfi_load_f16(p), n_scales = 4;
-        break;
-    default: /* Q2_0 */
-        for (int i = 0; i < 8; i++)
-            rfi_eight_put(q + 8 * i, rfi_eight_less(rfi_eight_pairs(rfi_load_u16(bytes + 2 + 2 * i)), 1));
-        d = rfi_load_f16(p), n_scales = 2;
-        break;
-    }
-    for (uint32_t i = 0; i < n_scales; i++) s[i] = d;
+RFI_INLINE void rfi_expand_TQ1_0(const void *p, rfi_expand_to to) {
+    const uint8_t *bytes = (const uint8_t *)p;
+    rfi_expand_thirds(bytes, 32, 5, to.q);
+    rfi_expand_thirds(bytes + 32, 16, 5, to.q + 160);
+    rfi_expand_thirds(bytes + 48, 4, 4, to.q + 240);
+    for (int i = 0; i < 8; i++) to.s[i] = rfi_load_f16(bytes + 52);
+}
+RFI_INLINE void rfi_expand_TQ2_0(const void *p, rfi_expand_to to) {
+    const rfi_block_tq2_0 *b = (const rfi_block_tq2_0 *)p;
+    rfi_expand_pairs(b->q, NULL, 1, to.q);
+    for (int i = 0; i < 8; i++) to.s[i] = rfi_load_f16(b->d);
+}
+
+/* These and IQ4_NL have d in front of the values. */
+RFI_INLINE void rfi_expand_Q1_0(const void *p, rfi_expand_to to) {
+    const uint8_t *q = (const uint8_t *)p + 2;
+    for (int i = 0; i < 16; i++) rfi_eight_put(to.q + 8 * i, rfi_eight_less(2 * rfi_eight_bits(q[i]), 1));
+    for (int i = 0; i < 4; i++) to.s[i] = rfi_load_f16(p);
+}
+RFI_INLINE void rfi_expand_Q2_0(const void *p, rfi_expand_to to) {
+    const uint8_t *q = (const uint8_t *)p + 2;
+    for (int i = 0; i < 8; i++)
+        rfi_eight_put(to.q + 8 * i, rfi_eight_less(rfi_eight_pairs(rfi_load_u16(q + 2 * i)), 1));
+    for (int i = 0; i < 2; i++) to.s[i] = rfi_load_f16(p);
+}
+RFI_INLINE void rfi_expand_IQ4_NL(const void *p, rfi_expand_to to) {
+    *to.s = rfi_load_f16(p);
+    to.codebook(rfi_iq4_list, (const uint8_t *)p + 2, to.q, to.q + 16);
 }
 
 #define RFI_EXPANDER(name, TARGET, codebook, TYPE, kind)                                                              \
     static inline TARGET void rfi_##name##_expand_##TYPE(const uint8_t *p, uint32_t n_blocks, rfi_expanded *e) {      \
         const uint32_t n = RFI_ELEMENTS_##TYPE, n_scales = n / (RFI_TYPE_##kind == RFI_TYPE_EXPANDED_32 ? 32 : 16);   \
         for (uint32_t b = 0; b < n_blocks; b++, p += RFI_BYTES_##TYPE)                                                \
-            rfi_expand_block(RF_TYPE_##TYPE, codebook, p, e->q + b * n, e->s + b * n_scales, e->m + b * n_scales);    \
+            rfi_expand_##TYPE(p, (rfi_expand_to){e->q + b * n, e->s + b * n_scales, e->m + b * n_scales, codebook});  \
     }
 #define RFI_PORTABLE_EXPANDER(TYPE, kind) RFI_EXPANDER(portable, , rfi_portable_codebook, TYPE, kind)
 RFI_EXPANDED_TYPES(RFI_PORTABLE_EXPANDER)
@@ -13128,13 +13122,6 @@ RFI_INLINE RFI_256 __m128i rfi_256_heads(const uint8_t *const *b) {
                          (short)rfi_load_u16(b[1]), (short)rfi_load_u16(b[0]));
 }
 
-/* 2^(head - 128), as rfi_expand_mxfp4. */
-RFI_INLINE RFI_256 void rfi_256_mxfp4_scales(__m128i heads, float *s) {
-    const __m256i x = _mm256_cvtepu16_epi32(_mm_and_si128(heads, _mm_set1_epi16(255)));
-    const __m256i small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), x);
-    const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(x, _mm256_set1_epi32(1)), 23);
-    rfi_256_store(s, _mm256_blendv_epi8(normal, small, _mm256_cmpgt_epi32(_mm256_set1_epi32(2), x)));
-}
 /* The parts of a block of a type with a grid. */
 typedef struct rfi_grid_block {
     const void *grid;
@@ -13658,14 +13645,6 @@ RFI_INLINE RFI_512 void rfi_512_heads(const rfi_rows *r, uint64_t offset, __m512
 /* The low halves of 32-bit elements, converted from half precision. */
 RFI_INLINE RFI_512 __m512 rfi_512_half(__m512i v) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(v)); }
 
-/* 2^(e - 128) of the lowest bytes e, as rfi_expand_mxfp4. */
-RFI_INLINE RFI_512 __m512 rfi_512_mxfp4(__m512i v) {
-    const __m512i e = _mm512_and_si512(v, _mm512_set1_epi32(255)), two = _mm512_set1_epi32(2);
-    const __m512i normal = _mm512_slli_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(1)), 23);
-    return _mm512_castsi512_ps(_mm512_mask_sllv_epi32(normal, _mm512_cmplt_epu32_mask(e, two),
-                                                      _mm512_set1_epi32(0x200000), e));
-}
-
 /* Byte k of 32-bit elements times d. */
 RFI_INLINE RFI_512 __m512 rfi_512_times(__m512i v, uint32_t k, __m512 d) {
     return _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_shuffle_epi8(v, _mm512_broadcast_i32x4(rfi_128_byte(k)))));
@@ -13676,13 +13655,18 @@ RFI_INLINE RFI_512 __m512 rfi_512_times_signed(__m512i v, uint32_t k, __m512 d) 
     return _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_shuffle_epi8(v, own)));
 }
 
-RFI_INLINE RFI_512 void rfi_512_q2_k_scales(const rfi_rows *r, uint64_t offset, float *s, float *m) {
-    const __m512i four = _mm512_set1_epi32(0x0f0f0f0f);
-    uint32_t both[16]; /* d, dmin */
-    __m512i head[4];
+/* 32 bits of each row. */
+RFI_INLINE RFI_512 __m512i rfi_512_words(const rfi_rows *r, uint64_t offset) {
+    uint32_t d[16];
     RFI_UNROLL(16)
-    for (int l = 0; l < 16; l++) both[l] = rfi_load_u32(r->row[l] + offset + offsetof(rfi_block_q2_k, d));
-    const __m512i v = _mm512_loadu_si512(both);
+    for (int l = 0; l < 16; l++) d[l] = rfi_load_u32(r->row[l] + offset);
+    return _mm512_loadu_si512(d);
+}
+
+static RFI_512 void rfi_512_q2_k_scales(const rfi_rows *r, uint64_t offset, float *s, float *m) {
+    const __m512i four = _mm512_set1_epi32(0x0f0f0f0f);
+    const __m512i v = rfi_512_words(r, offset + offsetof(rfi_block_q2_k, d)); /* d, dmin */
+    __m512i head[4];
     const __m512 d = rfi_512_half(v), dmin = _mm512_sub_ps(_mm512_setzero_ps(), rfi_512_half(_mm512_srli_epi32(v, 16)));
     rfi_512_heads(r, offset, head);
     RFI_UNROLL(4)
@@ -13697,7 +13681,7 @@ RFI_INLINE RFI_512 void rfi_512_q2_k_scales(const rfi_rows *r, uint64_t offset, 
     }
 }
 
-RFI_INLINE RFI_512 void rfi_512_q3_k_scales(const rfi_rows *r, uint64_t offset, float *s) {
+static RFI_512 void rfi_512_q3_k_scales(const rfi_rows *r, uint64_t offset, float *s) {
     const __m512i four = _mm512_set1_epi32(0x0f0f0f0f), two = _mm512_set1_epi32(0x30303030);
     __m512i head[4]; /* two bytes before the 12 of the scales, and d behind them */
     rfi_512_heads(r, offset + offsetof(rfi_block_q3_k, scales) - 2, head);
@@ -13716,7 +13700,7 @@ RFI_INLINE RFI_512 void rfi_512_q3_k_scales(const rfi_rows *r, uint64_t offset, 
     }
 }
 
-RFI_INLINE RFI_512 void rfi_512_iq4_xs_scales(const rfi_rows *r, uint64_t offset, float *s) {
+static RFI_512 void rfi_512_iq4_xs_scales(const rfi_rows *r, uint64_t offset, float *s) {
     __m512i head[4];
     rfi_512_heads(r, offset, head);
     const __m512 d = rfi_512_half(head[0]);
@@ -13731,16 +13715,13 @@ RFI_INLINE RFI_512 void rfi_512_iq4_xs_scales(const rfi_rows *r, uint64_t offset
 }
 
 /* As rfi_nvfp4_scale: 7 bits of a half that is 256 times smaller; 0x7f counts as 0. */
-RFI_INLINE RFI_512 void rfi_512_nvfp4_scales(const rfi_rows *r, uint64_t offset, float *s) {
+static RFI_512 void rfi_512_nvfp4_scales(const rfi_rows *r, uint64_t offset, float *s) {
     RFI_UNROLL(4)
     for (uint32_t i = 0; i < 4; i++) {
-        uint32_t four[16];
-        RFI_UNROLL(16)
-        for (int l = 0; l < 16; l++) four[l] = rfi_load_u32(r->row[l] + offset + i * RFI_BYTES_NVFP4);
+        const __m512i four = rfi_512_words(r, offset + i * RFI_BYTES_NVFP4);
         RFI_UNROLL(4)
         for (uint32_t k = 0; k < 4; k++) {
-            const __m512i v = _mm512_and_si512(_mm512_srli_epi32(_mm512_loadu_si512(four), 8 * k),
-                                               _mm512_set1_epi32(255));
+            const __m512i v = _mm512_and_si512(_mm512_srli_epi32(four, 8 * k), _mm512_set1_epi32(255));
             const __m512i half = _mm512_slli_epi32(_mm512_and_si512(v, _mm512_set1_epi32(127)), 7);
             const __mmask16 is_number = _mm512_cmpneq_epi32_mask(v, _mm512_set1_epi32(127));
             _mm512_storeu_ps(s + (4 * i + k) * 16,
@@ -13757,73 +13738,89 @@ RFI_INLINE RFI_512 __m512 rfi_512_halves(const rfi_rows *r, uint64_t offset) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)d));
 }
 
-RFI_INLINE RFI_512 void rfi_512_tq2_0_scales(const rfi_rows *r, uint64_t offset, float *s) {
+static RFI_512 void rfi_512_tq2_0_scales(const rfi_rows *r, uint64_t offset, float *s) {
     const __m512 v = rfi_512_halves(r, offset + offsetof(rfi_block_tq2_0, d));
     RFI_UNROLL(8)
     for (uint32_t g = 0; g < 8; g++) _mm512_storeu_ps(s + g * 16, v);
 }
 
-/* d_w and m_w of the groups of a unit, as in rfi_panel. */
-RFI_INLINE RFI_512 void rfi_512_scales(uint32_t type, const rfi_rows *r, uint64_t offset, float *s, float *m) {
+static RFI_512 void rfi_512_q6_k_scales(const rfi_rows *r, uint64_t offset, float *s) {
+    const __m512 d = _mm512_mul_ps(rfi_512_halves(r, offset + 208), _mm512_set1_ps(0x1p-24f));
     __m512i head[4];
-    if (rfi_is_expanded(type)) {
-        RFI_UNROLL(4)
-        for (uint32_t i = 0; i < 4; i++) {
-            if (i == 2 * rfi_kind_scales(rfi_kind_of(type))) break;
-            rfi_512_heads(r, offset + offsetof(rfi_expanded, s) + 16 * i, head);
-            RFI_UNROLL(4)
-            for (uint32_t j = 0; j < 4; j++) _mm512_storeu_si512(s + i * 64 + j * 16, head[j]);
-        }
-    } else if (type == RF_TYPE_Q2_K) {
-        rfi_512_q2_k_scales(r, offset, s, m);
-    } else if (type == RF_TYPE_Q3_K) {
-        rfi_512_q3_k_scales(r, offset, s);
-    } else if (type == RF_TYPE_IQ4_XS) {
-        rfi_512_iq4_xs_scales(r, offset, s);
-    } else if (type == RF_TYPE_NVFP4) {
-        rfi_512_nvfp4_scales(r, offset, s);
-    } else if (type == RF_TYPE_TQ2_0) {
-        rfi_512_tq2_0_scales(r, offset, s);
-    } else if (type == RF_TYPE_Q6_K) {
-        const __m512 d = _mm512_mul_ps(rfi_512_halves(r, offset + 208), _mm512_set1_ps(0x1p-24f));
-        rfi_512_heads(r, offset + 192, head);
-        RFI_UNROLL(4)
-        for (int i = 0; i < 4; i++)
-            RFI_UNROLL(4)
-            for (int k = 0; k < 4; k++)
-                _mm512_storeu_ps(s + (i * 4 + k) * 16, rfi_512_times_signed(head[i], (uint32_t)k, d));
-    } else if (type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K) {
-        const __m512i six = _mm512_set1_epi32(0x3f3f3f3f), four = _mm512_set1_epi32(0x0f0f0f0f);
-        const __m512i top = _mm512_set1_epi32(0x30303030);
-        rfi_512_heads(r, offset, head);
-        const __m512 d = rfi_512_half(head[0]);
-        const __m512 dmin = _mm512_sub_ps(_mm512_setzero_ps(), rfi_512_half(_mm512_srli_epi32(head[0], 16)));
-        /* as rfi_k_scales, four scales or mins to an element */
-        const __m512i scale[2] = {_mm512_and_si512(head[1], six),
-                                  _mm512_or_si512(_mm512_and_si512(head[3], four),
-                                                  _mm512_and_si512(_mm512_srli_epi32(head[1], 2), top))};
-        const __m512i min[2] = {_mm512_and_si512(head[2], six),
-                                _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi32(head[3], 4), four),
-                                                _mm512_and_si512(_mm512_srli_epi32(head[2], 2), top))};
-        RFI_UNROLL(2)
-        for (int i = 0; i < 2; i++)
-            RFI_UNROLL(4)
-            for (int k = 0; k < 4; k++) {
-                _mm512_storeu_ps(s + (i * 4 + k) * 16, rfi_512_times(scale[i], (uint32_t)k, d));
-                _mm512_storeu_ps(m + (i * 4 + k) * 16, rfi_512_times(min[i], (uint32_t)k, dmin));
-            }
-    } else {
-        const uint64_t step = rfi_unit_bytes(type) / 8;
-        for (uint32_t g = 0; g < 8; g++) {
-            uint32_t d[16];
-            RFI_UNROLL(16)
-            for (int l = 0; l < 16; l++) d[l] = rfi_load_u32(r->row[l] + offset + g * step);
-            const __m512i v = _mm512_loadu_si512(d);
-            _mm512_storeu_ps(s + g * 16, type == RF_TYPE_MXFP4 ? rfi_512_mxfp4(v) : rfi_512_half(v));
-            if (rfi_kind_of(type) == RFI_KIND_MIN) _mm512_storeu_ps(m + g * 16, rfi_512_half(_mm512_srli_epi32(v, 16)));
-        }
+    rfi_512_heads(r, offset + 192, head);
+    RFI_UNROLL(16)
+    for (uint32_t i = 0; i < 16; i++) _mm512_storeu_ps(s + i * 16, rfi_512_times_signed(head[i / 4], i % 4, d));
+}
+
+static RFI_512 void rfi_512_k_scales(const rfi_rows *r, uint64_t offset, float *s, float *m) {
+    const __m512i six = _mm512_set1_epi32(0x3f3f3f3f), four = _mm512_set1_epi32(0x0f0f0f0f);
+    const __m512i top = _mm512_set1_epi32(0x30303030);
+    __m512i head[4];
+    rfi_512_heads(r, offset, head);
+    const __m512 d = rfi_512_half(head[0]);
+    const __m512 dmin = _mm512_sub_ps(_mm512_setzero_ps(), rfi_512_half(_mm512_srli_epi32(head[0], 16)));
+    /* as rfi_k_scales, four scales or mins to an element */
+    const __m512i scale[2] = {_mm512_and_si512(head[1], six),
+                              _mm512_or_si512(_mm512_and_si512(head[3], four),
+                                              _mm512_and_si512(_mm512_srli_epi32(head[1], 2), top))};
+    const __m512i min[2] = {_mm512_and_si512(head[2], six),
+                            _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi32(head[3], 4), four),
+                                            _mm512_and_si512(_mm512_srli_epi32(head[2], 2), top))};
+    RFI_UNROLL(8)
+    for (uint32_t i = 0; i < 8; i++) {
+        _mm512_storeu_ps(s + i * 16, rfi_512_times(scale[i / 4], i % 4, d));
+        _mm512_storeu_ps(m + i * 16, rfi_512_times(min[i / 4], i % 4, dmin));
     }
 }
+
+static RFI_512 void rfi_512_expanded_scales(const rfi_rows *r, uint64_t offset, uint32_t n, float *s) {
+    for (uint32_t i = 0; i < n; i += 4, s += 64) {
+        __m512i head[4];
+        rfi_512_heads(r, offset + offsetof(rfi_expanded, s) + 4 * i, head);
+        RFI_UNROLL(4)
+        for (uint32_t j = 0; j < 4; j++) _mm512_storeu_si512(s + j * 16, head[j]);
+    }
+}
+
+/* Scales, and mins unless m is NULL, in front of eight blocks that are `step` apart. */
+static RFI_512 void rfi_512_block_scales(const rfi_rows *r, uint64_t offset, uint32_t step, float *s, float *m) {
+    for (uint32_t g = 0; g < 8; g++) {
+        const __m512i v = rfi_512_words(r, offset + g * step);
+        _mm512_storeu_ps(s + g * 16, rfi_512_half(v));
+        if (m) _mm512_storeu_ps(m + g * 16, rfi_512_half(_mm512_srli_epi32(v, 16)));
+    }
+}
+
+static RFI_512 void rfi_512_mxfp4_scales(const rfi_rows *r, uint64_t offset, float *s) {
+    for (uint32_t g = 0; g < 8; g++) { /* 2^(e - 128), as rfi_expand_MXFP4 */
+        const __m512i v = rfi_512_words(r, offset + g * RFI_BYTES_MXFP4), two = _mm512_set1_epi32(2);
+        const __m512i e = _mm512_and_si512(v, _mm512_set1_epi32(255));
+        const __m512i normal = _mm512_slli_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(1)), 23);
+        _mm512_storeu_si512(s + g * 16, _mm512_mask_sllv_epi32(normal, _mm512_cmplt_epu32_mask(e, two),
+                                                               _mm512_set1_epi32(0x200000), e));
+    }
+}
+
+/* d_w and m_w of the groups of a unit, as in rfi_panel. Calls, not inlined: vector and unpack share them. */
+#define RFI_SCALES(isa, TARGET)                                                                                       \
+    RFI_INLINE TARGET void rfi_##isa##_scales(uint32_t type, const rfi_rows *r, uint64_t offset, float *s,            \
+                                              float *m) {                                                             \
+        const rfi_kind kind = rfi_kind_of(type);                                                                      \
+        switch (type) {                                                                                               \
+        case RF_TYPE_Q2_K: rfi_##isa##_q2_k_scales(r, offset, s, m); break;                                           \
+        case RF_TYPE_Q3_K: rfi_##isa##_q3_k_scales(r, offset, s); break;                                              \
+        case RF_TYPE_Q4_K: case RF_TYPE_Q5_K: rfi_##isa##_k_scales(r, offset, s, m); break;                           \
+        case RF_TYPE_Q6_K: rfi_##isa##_q6_k_scales(r, offset, s); break;                                              \
+        case RF_TYPE_IQ4_XS: rfi_##isa##_iq4_xs_scales(r, offset, s); break;                                          \
+        case RF_TYPE_MXFP4: rfi_##isa##_mxfp4_scales(r, offset, s); break;                                            \
+        case RF_TYPE_NVFP4: rfi_##isa##_nvfp4_scales(r, offset, s); break;                                            \
+        case RF_TYPE_TQ2_0: rfi_##isa##_tq2_0_scales(r, offset, s); break;                                            \
+        default:                                                                                                      \
+            if (rfi_is_expanded(type)) rfi_##isa##_expanded_scales(r, offset, 8 * rfi_kind_scales(kind), s);          \
+            else rfi_##isa##_block_scales(r, offset, rfi_unit_bytes(type) / 8, s, rfi_kind_min(kind) ? m : NULL);     \
+        }                                                                                                             \
+    }
+RFI_SCALES(512, RFI_512)
 
 /* The i-th of n_sums: start plus products of q, which has four vectors, and x. */
 RFI_INLINE RFI_512 __m512i rfi_512_dot(uint32_t n_sums, uint32_t i, __m512i start, const __m512i *q, const __m512i *x) {
@@ -14423,7 +14420,7 @@ RFI_INLINE RFI_256 __m256 rfi_256_times_signed(__m256i v, uint32_t k, __m256 d) 
     return _mm256_mul_ps(d, _mm256_cvtepi32_ps(_mm256_shuffle_epi8(v, own)));
 }
 
-RFI_INLINE RFI_256 void rfi_256_q2_k_scales(const rfi_rows *r, uint64_t offset, float *s, float *m) {
+static RFI_256 void rfi_256_q2_k_scales(const rfi_rows *r, uint64_t offset, float *s, float *m) {
     const __m256i four = _mm256_set1_epi32(0x0f0f0f0f);
     __m128i both[2];
     rfi_256_words(r, offset + offsetof(rfi_block_q2_k, d), both);
@@ -14442,7 +14439,7 @@ RFI_INLINE RFI_256 void rfi_256_q2_k_scales(const rfi_rows *r, uint64_t offset, 
     }
 }
 
-RFI_INLINE RFI_256 void rfi_256_q3_k_scales(const rfi_rows *r, uint64_t offset, float *s) {
+static RFI_256 void rfi_256_q3_k_scales(const rfi_rows *r, uint64_t offset, float *s) {
     const __m256i four = _mm256_set1_epi32(0x0f0f0f0f), two = _mm256_set1_epi32(0x30303030);
     __m256i head[4]; /* two bytes before the 12 of the scales, and d behind them */
     rfi_256_row_heads(r, offset + offsetof(rfi_block_q3_k, scales) - 2, head);
@@ -14461,7 +14458,7 @@ RFI_INLINE RFI_256 void rfi_256_q3_k_scales(const rfi_rows *r, uint64_t offset, 
     }
 }
 
-RFI_INLINE RFI_256 void rfi_256_iq4_xs_scales(const rfi_rows *r, uint64_t offset, float *s) {
+static RFI_256 void rfi_256_iq4_xs_scales(const rfi_rows *r, uint64_t offset, float *s) {
     __m256i head[4];
     rfi_256_row_heads(r, offset, head);
     const __m256 d = rfi_256_half(head[0]);
@@ -14475,7 +14472,7 @@ RFI_INLINE RFI_256 void rfi_256_iq4_xs_scales(const rfi_rows *r, uint64_t offset
 }
 
 /* As rfi_512_nvfp4_scales. */
-RFI_INLINE RFI_256 void rfi_256_nvfp4_scales(const rfi_rows *r, uint64_t offset, float *s) {
+static RFI_256 void rfi_256_nvfp4_scales(const rfi_rows *r, uint64_t offset, float *s) {
     __m128i words[2] = {0};
     RFI_UNROLL(8)
     for (uint32_t i = 0; i < 8; i++) { /* two scales */
@@ -14490,7 +14487,7 @@ RFI_INLINE RFI_256 void rfi_256_nvfp4_scales(const rfi_rows *r, uint64_t offset,
     }
 }
 
-RFI_INLINE RFI_256 void rfi_256_k_scales(const rfi_rows *r, uint64_t offset, float *s, float *m) {
+static RFI_256 void rfi_256_k_scales(const rfi_rows *r, uint64_t offset, float *s, float *m) {
     const __m256i six = _mm256_set1_epi32(0x3f3f3f3f), four = _mm256_set1_epi32(0x0f0f0f0f);
     const __m256i top = _mm256_set1_epi32(0x30303030);
     __m256i head[4];
@@ -14510,48 +14507,54 @@ RFI_INLINE RFI_256 void rfi_256_k_scales(const rfi_rows *r, uint64_t offset, flo
     }
 }
 
-/* As rfi_512_scales. */
-RFI_INLINE RFI_256 void rfi_256_scales(uint32_t type, const rfi_rows *r, uint64_t offset, float *s, float *m) {
+static RFI_256 void rfi_256_q6_k_scales(const rfi_rows *r, uint64_t offset, float *s) {
     __m256i head[4];
     __m128i word[2];
-    if (rfi_is_expanded(type)) {
-        const uint32_t n = 2 * rfi_kind_scales(rfi_kind_of(type));
+    rfi_256_words(r, offset + 206, word); /* d is the second: nothing is read past the block */
+    const __m256 d = _mm256_mul_ps(_mm256_cvtph_ps(word[1]), _mm256_set1_ps(0x1p-24f));
+    rfi_256_row_heads(r, offset + 192, head);
+    RFI_UNROLL(16)
+    for (uint32_t i = 0; i < 16; i++) _mm256_storeu_ps(s + i * 8, rfi_256_times_signed(head[i / 4], i % 4, d));
+}
+
+static RFI_256 void rfi_256_tq2_0_scales(const rfi_rows *r, uint64_t offset, float *s) {
+    __m128i word[2];
+    rfi_256_words(r, offset + offsetof(rfi_block_tq2_0, d) - 2, word); /* as Q6_K */
+    RFI_UNROLL(8)
+    for (uint32_t g = 0; g < 8; g++) _mm256_storeu_ps(s + g * 8, _mm256_cvtph_ps(word[1]));
+}
+
+static RFI_256 void rfi_256_expanded_scales(const rfi_rows *r, uint64_t offset, uint32_t n, float *s) {
+    for (uint32_t i = 0; i < n; i += 4, s += 32) {
+        __m256i head[4];
+        rfi_256_row_heads(r, offset + offsetof(rfi_expanded, s) + 4 * i, head);
         RFI_UNROLL(4)
-        for (uint32_t i = 0; i < n; i++) {
-            rfi_256_row_heads(r, offset + offsetof(rfi_expanded, s) + 16 * i, head);
-            RFI_UNROLL(4)
-            for (uint32_t j = 0; j < 4; j++) rfi_256_store(s + i * 32 + j * 8, head[j]);
-        }
-    } else if (type == RF_TYPE_Q6_K) {
-        rfi_256_words(r, offset + 206, word); /* d is the second: nothing is read past the block */
-        const __m256 d = _mm256_mul_ps(_mm256_cvtph_ps(word[1]), _mm256_set1_ps(0x1p-24f));
-        rfi_256_row_heads(r, offset + 192, head);
-        RFI_UNROLL(16)
-        for (uint32_t i = 0; i < 16; i++) _mm256_storeu_ps(s + i * 8, rfi_256_times_signed(head[i / 4], i % 4, d));
-    } else if (type == RF_TYPE_Q4_K || type == RF_TYPE_Q5_K) {
-        rfi_256_k_scales(r, offset, s, m);
-    } else if (type == RF_TYPE_Q2_K) {
-        rfi_256_q2_k_scales(r, offset, s, m);
-    } else if (type == RF_TYPE_Q3_K) {
-        rfi_256_q3_k_scales(r, offset, s);
-    } else if (type == RF_TYPE_IQ4_XS) {
-        rfi_256_iq4_xs_scales(r, offset, s);
-    } else if (type == RF_TYPE_NVFP4) {
-        rfi_256_nvfp4_scales(r, offset, s);
-    } else if (type == RF_TYPE_TQ2_0) {
-        rfi_256_words(r, offset + offsetof(rfi_block_tq2_0, d) - 2, word); /* as Q6_K */
-        const __m256 d = _mm256_cvtph_ps(word[1]);
-        RFI_UNROLL(8)
-        for (uint32_t g = 0; g < 8; g++) _mm256_storeu_ps(s + g * 8, d);
-    } else {
-        for (uint32_t g = 0; g < 8; g++) {
-            rfi_256_words(r, offset + g * (rfi_unit_bytes(type) / 8), word);
-            if (type == RF_TYPE_MXFP4) rfi_256_mxfp4_scales(word[0], s + g * 8);
-            else _mm256_storeu_ps(s + g * 8, _mm256_cvtph_ps(word[0]));
-            if (rfi_kind_of(type) == RFI_KIND_MIN) _mm256_storeu_ps(m + g * 8, _mm256_cvtph_ps(word[1]));
-        }
+        for (uint32_t j = 0; j < 4; j++) rfi_256_store(s + j * 8, head[j]);
     }
 }
+
+/* Scales, and mins unless m is NULL, in front of eight blocks that are `step` apart. */
+static RFI_256 void rfi_256_block_scales(const rfi_rows *r, uint64_t offset, uint32_t step, float *s, float *m) {
+    for (uint32_t g = 0; g < 8; g++) {
+        __m128i word[2];
+        rfi_256_words(r, offset + g * step, word);
+        _mm256_storeu_ps(s + g * 8, _mm256_cvtph_ps(word[0]));
+        if (m) _mm256_storeu_ps(m + g * 8, _mm256_cvtph_ps(word[1]));
+    }
+}
+
+static RFI_256 void rfi_256_mxfp4_scales(const rfi_rows *r, uint64_t offset, float *s) {
+    for (uint32_t g = 0; g < 8; g++) { /* 2^(e - 128), as rfi_expand_MXFP4 */
+        __m128i word[2];
+        rfi_256_words(r, offset + g * RFI_BYTES_MXFP4, word);
+        const __m256i x = _mm256_cvtepu16_epi32(_mm_and_si128(word[0], _mm_set1_epi16(255)));
+        const __m256i small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), x);
+        const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(x, _mm256_set1_epi32(1)), 23);
+        rfi_256_store(s + g * 8, _mm256_blendv_epi8(normal, small, _mm256_cmpgt_epi32(_mm256_set1_epi32(2), x)));
+    }
+}
+
+RFI_SCALES(256, RFI_256)
 
 /* sum += sums of 4 products, a unsigned. Assembly, because compilers offer the intrinsic only in functions with that
  * target, which the shared AVX2 functions do not have. The tests define RFI_VNNI_EVEX to run them on
@@ -15042,10 +15045,24 @@ RFI_INLINE RFI_256 __m256 rfi_256_load8(uint32_t type, const void *p, uint64_t i
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(v), 16));
 }
 
+/* What four rows and some columns have after their last whole eight values, and zeros. */
+static void rfi_256_rest(uint32_t type, const rfi_float_tile *t, const float *x, uint32_t n_cols, float (*w)[8],
+                         float (*v)[8]) {
+    const uint32_t whole = t->n & ~7u;
+    memset(w, 0, 4 * sizeof *w);
+    memset(v, 0, n_cols * sizeof *v);
+    for (uint32_t l = 0; whole + l < t->n; l++) {
+        for (uint32_t r = 0; r < 4; r++) w[r][l] = rfi_load_type(type, t->row[r], whole + l);
+        for (uint32_t c = 0; c < n_cols; c++) v[c][l] = x[c * t->x_stride + whole + l];
+    }
+}
+
 RFI_INLINE RFI_256 void rfi_256_float_tile(uint32_t type, uint32_t n_cols, uint32_t first, rfi_float_tile *t) {
     const uint32_t whole = t->n & ~7u, value_bytes = type == RF_TYPE_F32 ? 4 : 2;
     const float *x = t->x + first * t->x_stride;
+    float w[4][8], v[3][8];
     __m256 sum[3][4];
+    if (whole < t->n) rfi_256_rest(type, t, x, n_cols, w, v);
     RFI_UNROLL(3)
     for (uint32_t c = 0; c < n_cols; c++)
         RFI_UNROLL(4)
@@ -15053,23 +15070,18 @@ RFI_INLINE RFI_256 void rfi_256_float_tile(uint32_t type, uint32_t n_cols, uint3
     for (uint32_t i = 0; i < whole; i += 8)
         RFI_UNROLL(4)
         for (int r = 0; r < 4; r++) {
-            const __m256 w = rfi_256_load8(type, t->row[r], i);
+            const __m256 eight = rfi_256_load8(type, t->row[r], i);
             if (n_cols == 1 && t->ahead) rfi_prefetch((uintptr_t)t->row[r] + t->ahead + i * value_bytes, 1);
             RFI_UNROLL(3)
             for (uint32_t c = 0; c < n_cols; c++)
-                sum[c][r] = _mm256_fmadd_ps(w, _mm256_loadu_ps(x + c * t->x_stride + i), sum[c][r]);
+                sum[c][r] = _mm256_fmadd_ps(eight, _mm256_loadu_ps(x + c * t->x_stride + i), sum[c][r]);
         }
-    RFI_UNROLL(4)
-    for (int r = 0; r < 4; r++) { /* the last values, in the first lanes */
-        float w[8] = {0}, v[8] = {0};
-        if (whole == t->n) continue;
-        for (uint32_t l = 0; whole + l < t->n; l++) w[l] = rfi_load_type(type, t->row[r], whole + l);
-        RFI_UNROLL(3)
-        for (uint32_t c = 0; c < n_cols; c++) {
-            for (uint32_t l = 0; whole + l < t->n; l++) v[l] = x[c * t->x_stride + whole + l];
-            sum[c][r] = _mm256_fmadd_ps(_mm256_loadu_ps(w), _mm256_loadu_ps(v), sum[c][r]);
-        }
-    }
+    if (whole < t->n)
+        RFI_UNROLL(4)
+        for (int r = 0; r < 4; r++)
+            RFI_UNROLL(3)
+            for (uint32_t c = 0; c < n_cols; c++)
+                sum[c][r] = _mm256_fmadd_ps(_mm256_loadu_ps(w[r]), _mm256_loadu_ps(v[c]), sum[c][r]);
     RFI_UNROLL(3)
     for (uint32_t c = 0; c < n_cols; c++) {
         const __m256 lanes = _mm256_hadd_ps(_mm256_hadd_ps(sum[c][0], sum[c][1]), _mm256_hadd_ps(sum[c][2], sum[c][3]));
