@@ -141,13 +141,16 @@ help:    ## this list
 SANITIZED := $(if $(findstring sanitize,$(CFLAGS)),-DROCMFORGE_NO_SIMD)
 
 # The implementation is compiled once, into an archive. tests/internals.awk makes its static functions visible: suites include
-# $(B)/inside/rocmforge.h, which declares them. Programs with their own implementation link nothing from the archive.
+# $(B)/inside/rocmforge.h, which declares them. That is compiled once, too: most suites would take longer to read it than for all
+# their own. Programs with their own implementation link nothing from the archive.
 $(B)/rocmforge.a: rocmforge.h tests/internals.awk
 	@mkdir -p $(B)/inside
 	awk -f tests/internals.awk $< >$(B)/inside/rocmforge.h
 	awk -v bodies=1 -f tests/internals.awk $< >$(B)/inside/rocmforge.c
 	$(CC) $(CFLAGS) $(SANITIZED) -DROCMFORGE_IMPLEMENTATION -c $(B)/inside/rocmforge.c -o $(B)/rocmforge.o
 	rm -f $@ && ar rc $@ $(B)/rocmforge.o
+$(B)/inside/rocmforge.h.gch: $(B)/rocmforge.a
+	$(CC) $(CFLAGS) -Og $(SEEN) -x c-header $(B)/inside/rocmforge.h -o $@
 
 # line editing in a chat, where libedit is installed
 $(B)/rocmforge_cli: LIBS += $(shell echo 'int main(void) { return readline("") != 0; }' | $(CC) $(CFLAGS) -x c \
@@ -161,14 +164,16 @@ $(B)/%: examples/%.c rocmforge.h $(B)/rocmforge.a
 	$(CC) $(CFLAGS) -DROCMFORGE_IMPLEMENTATION_DONE -I. $< $(B)/rocmforge.a -o $@ $(LIBS)
 
 # suites with an implementation of their own: those that set macros, and test_kernels where the archive has no vector kernels
-INSIDE = -I$(B)/inside $(SANITIZED)
-$(B)/test_fuzz $(B)/test_limits $(B)/test_stream: INSIDE = -O0 -DROCMFORGE_NO_SIMD
+SEEN   = -DROCMFORGE_IMPLEMENTATION= -pthread $(SANITIZED)
+INSIDE = $(SEEN) -include $(B)/inside/rocmforge.h
+$(B)/test_corpus $(B)/test_gguf: INSIDE = -I$(B)/inside $(SANITIZED)
+$(B)/test_fuzz $(B)/test_limits: INSIDE = -O0 -DROCMFORGE_NO_SIMD
 $(B)/test_kernels: INSIDE = $(if $(SANITIZED),-DROCMFORGE_STATIC,-I$(B)/inside)
 
 # -Og compiles most quickly; few suites spend their time in code of their own, for which -O1 pays
 SUITE_O = -Og
 $(B)/test_kernels $(B)/test_model: SUITE_O = -O1
-$(B)/%: tests/%.c $(HEADERS) $(B)/rocmforge.a
+$(B)/%: tests/%.c $(HEADERS) $(B)/rocmforge.a $(B)/inside/rocmforge.h.gch
 	$(CC) $(CFLAGS) $(SUITE_O) $(INSIDE) -I. $< $(B)/rocmforge.a -o $@ $(LIBS)
 
 $(B)/test_fuzz: examples/rocmforge_cli.c
@@ -188,6 +193,7 @@ $(B)/hip_goldens: tests/test_goldens.c
 $(B)/hip_recurrent: tests/test_recurrent.c
 $(B)/hip_mtp: tests/test_mtp.c
 $(B)/hip_mtp: OUTSIDE = $(INSIDE)
+$(B)/hip_mtp: $(B)/inside/rocmforge.h.gch
 $(B)/hip_group: tests/test_group.c
 $(B)/hip_ranks: tests/hip_ranks.c
 $(B)/hip_threads: tests/test_threads.c
