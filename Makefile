@@ -19,9 +19,7 @@ PROGRAMS = $(filter-out rocmforge_server,$(notdir $(EXAMPLES)))
 HAVE_CXX = $(shell command -v $(CXX))
 EMULATED = $(if $(HAVE_CXX),$(B)/test_hip $(B)/hip_model $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_mtp $(B)/hip_group $(B)/hip_ranks $(B)/rocmforge_cli_emu $(B)/ranks_emu)
 EMULATED_TESTS = $(filter-out %_emu,$(EMULATED))
-# test_sanitizers.sh runs all of test_hip, its slow part too
-SLOW_PARTS = $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_group +$(B)/hip_ranks
-IN_PARTS = $(B)/test_hip $(SLOW_PARTS)
+IN_PARTS = $(B)/test_hip $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_group +$(B)/hip_ranks
 
 # as many jobs as there are cores, unless -j says otherwise
 ifeq ($(MAKELEVEL),0)
@@ -43,16 +41,18 @@ run-server: $(B)/rocmforge_server    ## serve the model in examples/ at http://1
 
 # Nearly everything that a change can break shows in `make test`. `make test-all` runs the rest: the many combinations, and what
 # needs other compilers, emulators and checkers. @quick and @slow are parts of a suite. The longest first.
-SLOW  = tests/test_sanitizers.sh tests/test_hipcc.sh tests/test_isa.sh tests/test_emu.sh tests/test_once_cell.sh
-PARTS = tests/test_readme.sh tests/test_compile.sh tests/test_server.sh
-test: programs    ## run the tests (3 minutes on two cores); a suite whose tool is missing is counted as skipped
+SLOW  = tests/test_sanitizers.sh tests/test_hipcc.sh tests/test_isa.sh tests/test_emu.sh tests/test_family_goldens.sh tests/test_once_cell.sh \
+        $(B)/test_fuzz $(B)/test_limits $(B)/hip_model
+PARTS = tests/test_readme.sh tests/test_compile.sh tests/test_server.sh $(B)/test_corpus $(B)/test_draft
+BUILT = $(EMULATED) $(EXAMPLES) $(TESTS)
+test: $(filter-out $(SLOW),$(BUILT))    ## run the tests (3 minutes on two cores); a suite whose tool is missing is counted as skipped
 	$(JOBS)sh tests/run.sh $(B) $(if $(HAVE_CXX),$(IN_PARTS:=@quick) $(B)/hip_mtp) \
-	  $(PARTS:=@quick) $(filter-out $(SLOW) $(PARTS),$(SCRIPTS)) $(TESTS)
+	  $(PARTS:=@quick) $(filter-out $(SLOW) $(PARTS),$(SCRIPTS) $(TESTS))
 
 test-all: programs    ## run the tests that `make test` leaves out (make deps installs their tools)
-	$(JOBS)sh tests/run.sh $(B) $(SLOW) $(if $(HAVE_CXX),$(SLOW_PARTS:=@slow) $(B)/hip_model) $(PARTS:=@slow)
+	$(JOBS)sh tests/run.sh $(B) $(filter-out $(if $(HAVE_CXX),,$(B)/hip_%),$(SLOW)) $(if $(HAVE_CXX),$(IN_PARTS:=@slow)) $(PARTS:=@slow)
 
-programs: $(EMULATED) $(EXAMPLES) $(TESTS)    ## build all that the tests run
+programs: $(BUILT)    ## build all that the tests run
 
 test-emu: $(EMULATED)    ## all suites of the GPU kernels, emulated on the CPU
 	$(JOBS)sh tests/run.sh $(B) $(EMULATED_TESTS) tests/test_emu.sh
@@ -178,13 +178,14 @@ $(B)/%: tests/%.c $(HEADERS) $(B)/rocmforge.a $(B)/inside/rocmforge.h.gch
 
 $(B)/test_fuzz: examples/rocmforge_cli.c
 
-# -O1: compiles in two thirds of the time of -O2 and runs nearly as fast
+# -O1: compiles in two thirds of the time of -O2 and runs nearly as fast; with sanitizers it takes twice as long as -Og
+EMULATED_O = $(if $(SANITIZED),-Og,-O1)
 $(B)/kernels_emu.o: rocmforge_kernels.hip rocmforge.h tests/hip_emu.h tests/rccl_emu.h
 	@mkdir -p $(@D)
-	$(CXX) -std=c++11 $(CFLAGS) -O1 -x c++ -DROCMFORGE_HIP_EMU -DROCMFORGE_RCCL -include tests/hip_emu.h -include tests/rccl_emu.h -c $< -o $@
+	$(CXX) -std=c++11 $(CFLAGS) $(EMULATED_O) -x c++ -DROCMFORGE_HIP_EMU -DROCMFORGE_RCCL -include tests/hip_emu.h -include tests/rccl_emu.h -c $< -o $@
 
 $(B)/test_hip: tests/test_hip.cpp $(B)/kernels_emu.o
-	$(CXX) -std=c++11 $(CFLAGS) -O1 -DRF_TEST_EMU $^ -o $@ $(LIBS)
+	$(CXX) -std=c++11 $(CFLAGS) $(EMULATED_O) -DRF_TEST_EMU $^ -o $@ $(LIBS)
 
 # programs with the emulated kernels; all but hip_mtp see the library from outside
 OUTSIDE = -DROCMFORGE_IMPLEMENTATION_DONE
