@@ -19,7 +19,9 @@ PROGRAMS = $(filter-out rocmforge_server,$(notdir $(EXAMPLES)))
 HAVE_CXX = $(shell command -v $(CXX))
 EMULATED = $(if $(HAVE_CXX),$(B)/test_hip $(B)/hip_model $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_mtp $(B)/hip_group $(B)/hip_ranks $(B)/rocmforge_cli_emu $(B)/ranks_emu)
 EMULATED_TESTS = $(filter-out %_emu,$(EMULATED))
-IN_PARTS = $(B)/test_hip $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_group +$(B)/hip_ranks
+# test_sanitizers.sh runs all of test_hip, its slow part too
+SLOW_PARTS = $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_group +$(B)/hip_ranks
+IN_PARTS = $(B)/test_hip $(SLOW_PARTS)
 
 # as many jobs as there are cores, unless -j says otherwise
 ifeq ($(MAKELEVEL),0)
@@ -50,7 +52,7 @@ test: $(filter-out $(SLOW),$(BUILT))    ## run the tests (3 minutes on two cores
 	  $(PARTS:=@quick) $(filter-out $(SLOW) $(PARTS),$(SCRIPTS) $(TESTS))
 
 test-all: programs    ## run the tests that `make test` leaves out (make deps installs their tools)
-	$(JOBS)sh tests/run.sh $(B) $(filter-out $(if $(HAVE_CXX),,$(B)/hip_%),$(SLOW)) $(if $(HAVE_CXX),$(IN_PARTS:=@slow)) $(PARTS:=@slow)
+	$(JOBS)sh tests/run.sh $(B) $(filter-out $(if $(HAVE_CXX),,$(B)/hip_%),$(SLOW)) $(if $(HAVE_CXX),$(SLOW_PARTS:=@slow)) $(PARTS:=@slow)
 
 programs: $(BUILT)    ## build all that the tests run
 

@@ -4264,7 +4264,7 @@ int main(int argc, char **argv) {
     RUN(test_expert_groups);
     RUN(test_mixture_parts);
     RUN(test_kv_store);
-    RUN_SLOW(test_attention);
+    RUN(test_attention);
     RUN(test_attention_both_ways_and_lists);
     RUN(test_attention_to_blocks);
     RUN_SLOW(test_wide_attention);
@@ -4289,7 +4289,7 @@ int main(int argc, char **argv) {
     RUN_SLOW(test_decode_step);
     RUN_SLOW(test_ways);
     RUN_SLOW(test_many_splits);
-    RUN_SLOW(test_attention_of_rows);
+    RUN(test_attention_of_rows);
     RUN(test_small_model);
     RUN(test_queued_steps);
     RUN(test_times);
