@@ -43,16 +43,18 @@ run-server: $(B)/rocmforge_server    ## serve the model in examples/ at http://1
 
 # Nearly everything that a change can break shows in `make test`. `make test-all` runs the rest: the many combinations, and what
 # needs other compilers, emulators and checkers. @quick and @slow are parts of a suite. The longest first.
-SLOW  = tests/test_sanitizers.sh tests/test_hipcc.sh tests/test_isa.sh tests/test_emu.sh tests/test_once_cell.sh
-PARTS = tests/test_readme.sh tests/test_compile.sh tests/test_server.sh
-test: programs    ## run the tests (3 minutes on two cores); a suite whose tool is missing is counted as skipped
+SLOW  = tests/test_sanitizers.sh tests/test_hipcc.sh tests/test_isa.sh tests/test_emu.sh tests/test_family_goldens.sh tests/test_once_cell.sh \
+        $(B)/test_fuzz $(B)/test_limits $(B)/hip_model
+PARTS = tests/test_readme.sh tests/test_compile.sh tests/test_server.sh $(B)/test_corpus $(B)/test_draft
+BUILT = $(EMULATED) $(EXAMPLES) $(TESTS)
+test: $(filter-out $(SLOW),$(BUILT))    ## run the tests (3 minutes on two cores); a suite whose tool is missing is counted as skipped
 	$(JOBS)sh tests/run.sh $(B) $(if $(HAVE_CXX),$(IN_PARTS:=@quick) $(B)/hip_mtp) \
-	  $(PARTS:=@quick) $(filter-out $(SLOW) $(PARTS),$(SCRIPTS)) $(TESTS)
+	  $(PARTS:=@quick) $(filter-out $(SLOW) $(PARTS),$(SCRIPTS) $(TESTS))
 
 test-all: programs    ## run the tests that `make test` leaves out (make deps installs their tools)
-	$(JOBS)sh tests/run.sh $(B) $(SLOW) $(if $(HAVE_CXX),$(SLOW_PARTS:=@slow) $(B)/hip_model) $(PARTS:=@slow)
+	$(JOBS)sh tests/run.sh $(B) $(filter-out $(if $(HAVE_CXX),,$(B)/hip_%),$(SLOW)) $(if $(HAVE_CXX),$(SLOW_PARTS:=@slow)) $(PARTS:=@slow)
 
-programs: $(EMULATED) $(EXAMPLES) $(TESTS)    ## build all that the tests run
+programs: $(BUILT)    ## build all that the tests run
 
 test-emu: $(EMULATED)    ## all suites of the GPU kernels, emulated on the CPU
 	$(JOBS)sh tests/run.sh $(B) $(EMULATED_TESTS) tests/test_emu.sh
@@ -141,13 +143,16 @@ help:    ## this list
 SANITIZED := $(if $(findstring sanitize,$(CFLAGS)),-DROCMFORGE_NO_SIMD)
 
 # The implementation is compiled once, into an archive. tests/internals.awk makes its static functions visible: suites include
-# $(B)/inside/rocmforge.h, which declares them. Programs with their own implementation link nothing from the archive.
+# $(B)/inside/rocmforge.h, which declares them. That is compiled once, too: most suites would take longer to read it than for all
+# their own. Programs with their own implementation link nothing from the archive.
 $(B)/rocmforge.a: rocmforge.h tests/internals.awk
 	@mkdir -p $(B)/inside
 	awk -f tests/internals.awk $< >$(B)/inside/rocmforge.h
 	awk -v bodies=1 -f tests/internals.awk $< >$(B)/inside/rocmforge.c
 	$(CC) $(CFLAGS) $(SANITIZED) -DROCMFORGE_IMPLEMENTATION -c $(B)/inside/rocmforge.c -o $(B)/rocmforge.o
 	rm -f $@ && ar rc $@ $(B)/rocmforge.o
+$(B)/inside/rocmforge.h.gch: $(B)/rocmforge.a
+	$(CC) $(CFLAGS) -Og $(SEEN) -x c-header $(B)/inside/rocmforge.h -o $@
 
 # line editing in a chat, where libedit is installed
 $(B)/rocmforge_cli: LIBS += $(shell echo 'int main(void) { return readline("") != 0; }' | $(CC) $(CFLAGS) -x c \
@@ -161,25 +166,28 @@ $(B)/%: examples/%.c rocmforge.h $(B)/rocmforge.a
 	$(CC) $(CFLAGS) -DROCMFORGE_IMPLEMENTATION_DONE -I. $< $(B)/rocmforge.a -o $@ $(LIBS)
 
 # suites with an implementation of their own: those that set macros, and test_kernels where the archive has no vector kernels
-INSIDE = -I$(B)/inside $(SANITIZED)
-$(B)/test_fuzz $(B)/test_limits $(B)/test_stream: INSIDE = -O0 -DROCMFORGE_NO_SIMD
+SEEN   = -DROCMFORGE_IMPLEMENTATION= -pthread $(SANITIZED)
+INSIDE = $(SEEN) -include $(B)/inside/rocmforge.h
+$(B)/test_corpus $(B)/test_gguf: INSIDE = -I$(B)/inside $(SANITIZED)
+$(B)/test_fuzz $(B)/test_limits: INSIDE = -O0 -DROCMFORGE_NO_SIMD
 $(B)/test_kernels: INSIDE = $(if $(SANITIZED),-DROCMFORGE_STATIC,-I$(B)/inside)
 
 # -Og compiles most quickly; few suites spend their time in code of their own, for which -O1 pays
 SUITE_O = -Og
 $(B)/test_kernels $(B)/test_model: SUITE_O = -O1
-$(B)/%: tests/%.c $(HEADERS) $(B)/rocmforge.a
+$(B)/%: tests/%.c $(HEADERS) $(B)/rocmforge.a $(B)/inside/rocmforge.h.gch
 	$(CC) $(CFLAGS) $(SUITE_O) $(INSIDE) -I. $< $(B)/rocmforge.a -o $@ $(LIBS)
 
 $(B)/test_fuzz: examples/rocmforge_cli.c
 
-# -O1: compiles in two thirds of the time of -O2 and runs nearly as fast
+# -O1: compiles in two thirds of the time of -O2 and runs nearly as fast; with sanitizers it takes twice as long as -Og
+EMULATED_O = $(if $(SANITIZED),-Og,-O1)
 $(B)/kernels_emu.o: rocmforge_kernels.hip rocmforge.h tests/hip_emu.h tests/rccl_emu.h
 	@mkdir -p $(@D)
-	$(CXX) -std=c++11 $(CFLAGS) -O1 -x c++ -DROCMFORGE_HIP_EMU -DROCMFORGE_RCCL -include tests/hip_emu.h -include tests/rccl_emu.h -c $< -o $@
+	$(CXX) -std=c++11 $(CFLAGS) $(EMULATED_O) -x c++ -DROCMFORGE_HIP_EMU -DROCMFORGE_RCCL -include tests/hip_emu.h -include tests/rccl_emu.h -c $< -o $@
 
 $(B)/test_hip: tests/test_hip.cpp $(B)/kernels_emu.o
-	$(CXX) -std=c++11 $(CFLAGS) -O1 -DRF_TEST_EMU $^ -o $@ $(LIBS)
+	$(CXX) -std=c++11 $(CFLAGS) $(EMULATED_O) -DRF_TEST_EMU $^ -o $@ $(LIBS)
 
 # programs with the emulated kernels; all but hip_mtp see the library from outside
 OUTSIDE = -DROCMFORGE_IMPLEMENTATION_DONE
@@ -188,6 +196,7 @@ $(B)/hip_goldens: tests/test_goldens.c
 $(B)/hip_recurrent: tests/test_recurrent.c
 $(B)/hip_mtp: tests/test_mtp.c
 $(B)/hip_mtp: OUTSIDE = $(INSIDE)
+$(B)/hip_mtp: $(B)/inside/rocmforge.h.gch
 $(B)/hip_group: tests/test_group.c
 $(B)/hip_ranks: tests/hip_ranks.c
 $(B)/hip_threads: tests/test_threads.c

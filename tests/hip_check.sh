@@ -1,8 +1,8 @@
 #!/bin/sh
 # hip_check.sh [FILE.hip|FILE.s]: compile the kernels for every GPU that the installed hipcc knows, and check the
 # compiler's statistics of each kernel: no spilled vector registers (prefill attention: 32 at most), no dynamic stack, no private
-# memory (prefill may have some). Needs hipcc, no GPU. HIPCC and TARGETS override the compiler and the list of GPUs. FILE.s: check this assembly (hipcc
-# --save-temps) instead of compiling.
+# memory (prefill may have some). Needs hipcc, no GPU. HIPCC and TARGETS override the compiler and the list of GPUs; TYPES: kernels
+# of these types alone (ROCMFORGE_TYPES). FILE.s: check this assembly (hipcc --save-temps) instead of compiling.
 file=${1:-rocmforge_kernels.hip}
 hipcc=${HIPCC:-hipcc}
 all="gfx906 gfx908 gfx90a gfx942 gfx950 gfx1030 gfx1100 gfx1151 gfx1200 gfx1201"
@@ -31,7 +31,7 @@ kernels() {
 }
 
 printf '#include <hip/hip_runtime.h>\n__global__ void k() {}\n' >"$dir/probe.hip"
-options="-x hip --cuda-device-only -O3 -S -Wall -Wextra -Wno-unused-command-line-argument"
+options="-x hip --cuda-device-only -O3 -S -Wall -Wextra -Wno-unused-command-line-argument${TYPES:+ -DROCMFORGE_TYPES=$TYPES}"
 
 bad=0 checked=0
 # check TARGET FILE.s: check the statistics of each kernel in the assembly

@@ -180,20 +180,19 @@ static void same_case(const char *what, int n, const job *like, const char *alon
 
 static const mg_options dense = {.type = MG_F32, .n_layers = 3, .n_embd = 512, .n_heads = 8, .n_kv_heads = 4, .n_ff = 160, .seed = 9, .rope_freqs = 1};
 
-static void test_tensors(void) {
-    const mg_options models[] = {
-        dense,
-        {.type = MG_Q8_0, .arch = "qwen3", .n_heads = 8, .n_kv_heads = 4, .n_ff = 224, .seed = 9, .tied = 1, .bias = 1},
-        {.type = MG_Q8_0, .arch = "qwen3moe", .n_heads = 8, .n_kv_heads = 4, .n_experts = 8, .n_used = 3, .seed = 9}};
-    for (size_t i = 0; i < RFT_COUNT(models); i++) {
-        mg_buf file = {0};
-        mg_llama(&file, &models[i]);
-        const job like = {.file = &file, .copied = i == 1, .desc = {.n_threads = 2, .split = RF_SPLIT_TENSORS}};
-        same_case("by tensors", 2, &like, "hip:0,2");
-        CHECK(!reports[0].note[0] && !reports[1].note[0], "%s, %s", reports[0].note, reports[1].note);
-        mg_free(&file);
-    }
+static void tensors(const mg_options *model, int copied) {
+    mg_buf file = {0};
+    mg_llama(&file, model);
+    const job like = {.file = &file, .copied = copied, .desc = {.n_threads = 2, .split = RF_SPLIT_TENSORS}};
+    same_case("by tensors", 2, &like, "hip:0,2");
+    CHECK(!reports[0].note[0] && !reports[1].note[0], "%s, %s", reports[0].note, reports[1].note);
+    mg_free(&file);
 }
+static void test_tensors(void) {
+    tensors(&(mg_options){.type = MG_Q8_0, .arch = "qwen3", .n_heads = 8, .n_kv_heads = 4, .n_ff = 224, .seed = 9, .tied = 1, .bias = 1}, 1);
+    tensors(&(mg_options){.type = MG_Q8_0, .arch = "qwen3moe", .n_heads = 8, .n_kv_heads = 4, .n_experts = 8, .n_used = 3, .seed = 9}, 0);
+}
+static void test_tensors_of_floats(void) { tensors(&dense, 0); }
 
 static void test_tensors_of_three(void) {
     mg_buf file = {0};
@@ -228,7 +227,6 @@ static void test_tensors_by_rccl(void) {
 
 /* Dense models, and families with other states; each rank has its layers' weights alone. */
 static void test_layers(void) {
-    static const char *const families[] = {"mixtral", "gemma4", "lfm2moe"};
     mg_buf file = {0};
     uint64_t most = 0, all = 0;
     mg_llama(&file, &(mg_options){.type = MG_F32, .n_layers = 6, .n_ff = 512, .seed = 4});
@@ -237,6 +235,11 @@ static void test_layers(void) {
     for (int i = 0; i < 2; i++) all += reports[i].weights, most = reports[i].weights > most ? reports[i].weights : most;
     CHECK(all > file.n && most < all * 2 / 3, "%u of %u bytes of device memory on one rank", (unsigned)most, (unsigned)all);
     mg_free(&file);
+    same_case("gemma4", 2, &(job){.path = "tests/family/gemma4.gguf", .desc = {.n_threads = 2}}, "hip:0");
+}
+static void test_layers_more(void) {
+    static const char *const families[] = {"mixtral", "lfm2moe"};
+    mg_buf file = {0};
     mg_llama(&file, &(mg_options){.type = MG_Q4_K, .n_layers = 4, .seed = 4});
     same_case("by layers", 2, &(job){.file = &file, .desc = {.n_threads = 2}}, "hip:0");
     mg_free(&file);
@@ -390,11 +393,9 @@ static void failing_calls(uint32_t split, int peers, uint32_t n_runs) {
     CHECK(failed > n / 4 && noticed > failed / 2, "%u of %u failures noticed, in %u runs", noticed, failed, n);
     mg_free(&file);
 }
-static void test_failing_tensors(void) { failing_calls(RF_SPLIT_TENSORS, HIP_EMU_PEERS_OK, 12); }
-static void test_failing_layers(void) { failing_calls(RF_SPLIT_LAYERS, HIP_EMU_PEERS_OK, 12); }
-static void test_failing_tensors_more(void) { failing_calls(RF_SPLIT_TENSORS, HIP_EMU_PEERS_OK, 150); }
-static void test_failing_rccl_more(void) { failing_calls(RF_SPLIT_TENSORS, HIP_EMU_PEERS_REFUSED, 150); }
-static void test_failing_layers_more(void) { failing_calls(RF_SPLIT_LAYERS, HIP_EMU_PEERS_OK, 150); }
+static void test_failing_tensors(void) { failing_calls(RF_SPLIT_TENSORS, HIP_EMU_PEERS_OK, 150); }
+static void test_failing_rccl(void) { failing_calls(RF_SPLIT_TENSORS, HIP_EMU_PEERS_REFUSED, 150); }
+static void test_failing_layers(void) { failing_calls(RF_SPLIT_LAYERS, HIP_EMU_PEERS_OK, 150); }
 
 int main(int argc, char **argv) {
     RFT_BEGIN(argc, argv);
@@ -403,16 +404,16 @@ int main(int argc, char **argv) {
     reports = shared;
     hip_emu_devices(3, 0);
     RUN(test_tensors);
+    RUN_SLOW(test_tensors_of_floats);
     RUN_SLOW(test_tensors_of_three);
     RUN_SLOW(test_tensors_by_rccl);
     RUN(test_layers);
+    RUN_SLOW(test_layers_more);
     RUN_SLOW(test_tiles);
     RUN(test_refused);
-    RUN(test_leaving);
+    RUN_SLOW(test_leaving);
     RUN_SLOW(test_failing_tensors);
+    RUN_SLOW(test_failing_rccl);
     RUN_SLOW(test_failing_layers);
-    RUN_SLOW(test_failing_tensors_more);
-    RUN_SLOW(test_failing_rccl_more);
-    RUN_SLOW(test_failing_layers_more);
     RFT_END();
 }

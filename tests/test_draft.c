@@ -548,7 +548,7 @@ int main(int argc, char **argv) {
     RUN(test_count);
     RUN(test_learns_soon);
     RUN(test_pace);
-    RUN(test_short_texts);
+    RUN_SLOW(test_short_texts);
     RUN_IF(have, test_errors, "no " MODEL);
     rig_close(&r);
     RFT_END();
