@@ -411,7 +411,7 @@ int main(int argc, char **argv) {
     RUN_SLOW(test_layers_more);
     RUN_SLOW(test_tiles);
     RUN(test_refused);
-    RUN_SLOW(test_leaving);
+    RUN(test_leaving);
     RUN_SLOW(test_failing_tensors);
     RUN_SLOW(test_failing_rccl);
     RUN_SLOW(test_failing_layers);
