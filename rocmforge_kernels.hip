@@ -672,15 +672,6 @@ RFK_DEVICE int rfk_subtract4(int q, int offset) {
     return (int)((((uint32_t)q | 0x80808080u) - (uint32_t)offset * 0x01010101u) ^ 0x80808080u);
 }
 
-/* v + more as a float, v of up to 23 bits. On NVIDIA a conversion takes as long as four other instructions. */
-RFK_DEVICE float rfk_to_float(uint32_t v, float more) {
-#if defined(RFK_NVIDIA) && defined(__CUDA_ARCH__)
-    return rfk_as_float(0x4b000000u | v) - (8388608.0f - more);
-#else
-    return (float)v + more;
-#endif
-}
-
 /* How a type is read. BLOCK: weights of a block; STRIDE: weights from a unit's first half to its second; SCALES: scales
  * of a unit. fetch: W is rfk_weight or rfk_weight_places. */
 template <int TYPE> struct rfk_format;
@@ -727,8 +718,8 @@ template <> struct rfk_format<RF_TYPE_Q4_1> {
     }
 };
 
-/* Four codes of a unit's first half, and four of its second, of five bits: of word i, v, and of the unit's last bits
- * (rfk_q5_byte). IN_PLACE: where they are in their bytes, times 8. */
+/* Four five-bit codes of a unit's first half and four of its second, from its word i, v, and its last word
+ * (rfk_q5_byte). IN_PLACE: times 8, as they lie in their bytes. */
 template <bool IN_PLACE> RFK_DEVICE void rfk_q5_codes(uint32_t v, uint32_t last, uint32_t i, int &first, int &second) {
     if (IN_PLACE) {
         first = (int)(v & 0xf8f8f8f8u);
@@ -1162,7 +1153,7 @@ template <> struct rfk_format<RF_TYPE_IQ4_XS> {
         rfk_words(r.a, in);
         RFK_UNROLL(4)
         for (int i = 0; i < 4; i++) rfk_look_up(rfk_codes_iq4(), in[i], &o.q[i], &o.q[4 + i]);
-        o.d[0] = o.d[1] = rfk_from_half((uint16_t)(r.more[0] & 0xffff)) * rfk_to_float(scale, -32);
+        o.d[0] = o.d[1] = rfk_from_half((uint16_t)(r.more[0] & 0xffff)) * (float)((int)scale - 32);
     }
 };
 
@@ -1223,8 +1214,8 @@ template <> struct rfk_format<RF_TYPE_Q2_K> {
         rfk_quarters(r.more, o.q);
         RFK_UNROLL(2)
         for (int h = 0; h < 2; h++) {
-            o.d[h] = d * rfk_to_float((r.c >> (8 * h)) & 15, 0);
-            o.m[h] = dmin * rfk_to_float((r.c >> (8 * h + 4)) & 15, 0);
+            o.d[h] = d * (float)((r.c >> (8 * h)) & 15);
+            o.m[h] = dmin * (float)((r.c >> (8 * h + 4)) & 15);
         }
     }
 };
@@ -1252,7 +1243,7 @@ template <> struct rfk_format<RF_TYPE_Q3_K> {
         RFK_UNROLL(2)
         for (uint32_t h = 0; h < 2; h++) {
             uint32_t scale = ((r.c >> (8 * h + u / 4 * 4)) & 15) | ((r.e >> (8 * h + u / 2 * 2)) & 3) << 4;
-            o.d[h] = d * rfk_to_float(scale, -32);
+            o.d[h] = d * (float)((int)scale - 32);
         }
     }
 };
@@ -1275,7 +1266,7 @@ template <> struct rfk_format<RF_TYPE_IQ3_XXS> {
             const uint32_t inverted = (v[0] << 1 & 0x04040404u) | 0xf8f8f8f8u;
             o.q[i] = (int)(v[0] ^ (rfk_bits_to_bytes(signs, (uint32_t)i) & inverted));
         }
-        o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.e) * rfk_to_float((fours | fours >> 2) & 15, 0.5f) * 0.5f;
+        o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.e) * (0.5f + (float)((fours | fours >> 2) & 15)) * 0.5f;
     }
 };
 
@@ -1297,7 +1288,7 @@ template <> struct rfk_format<RF_TYPE_IQ3_S> {
             rfk_grid_entry<RF_TYPE_IQ3_S, SHARED>(grid, index, v);
             o.q[i] = (int)(v[0] ^ (rfk_bits_to_bytes(r.c, (uint32_t)i) & 0xfefefefeu)); /* values are odd */
         }
-        o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.a.x) * rfk_to_float(2 * ((r.f >> (u % 2 * 4)) & 15), 1);
+        o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.a.x) * (float)(1 + 2 * ((r.f >> (u % 2 * 4)) & 15));
     }
 };
 
@@ -1315,7 +1306,7 @@ template <> struct rfk_format<RF_TYPE_IQ2_XXS> {
             rfk_grid_entry<RF_TYPE_IQ2_XXS, SHARED>(grid, (r.more[0] >> (8 * i)) & 255, v);
             rfk_grid2(v, rfk_even_signs(r.more[1] >> (7 * i)), o.q + 2 * i);
         }
-        o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.c) * rfk_to_float(r.more[1] >> 28, 0.5f) * 0.25f;
+        o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.c) * (0.5f + (float)(r.more[1] >> 28)) * 0.25f;
     }
 };
 
@@ -1336,7 +1327,7 @@ template <> struct rfk_format<RF_TYPE_IQ2_XS> {
         }
         RFK_UNROLL(2)
         for (int h = 0; h < 2; h++)
-            o.d[h] = rfk_from_half((uint16_t)r.e) * rfk_to_float((r.c >> (4 * h)) & 15, 0.5f) * 0.25f;
+            o.d[h] = rfk_from_half((uint16_t)r.e) * (0.5f + (float)((r.c >> (4 * h)) & 15)) * 0.25f;
     }
 };
 
@@ -1361,7 +1352,7 @@ template <> struct rfk_format<RF_TYPE_IQ2_S> {
         }
         RFK_UNROLL(2)
         for (int h = 0; h < 2; h++)
-            o.d[h] = rfk_from_half((uint16_t)r.f) * rfk_to_float((r.e >> (4 * h)) & 15, 0.5f) * 0.25f;
+            o.d[h] = rfk_from_half((uint16_t)r.f) * (0.5f + (float)((r.e >> (4 * h)) & 15)) * 0.25f;
     }
 };
 
@@ -1380,7 +1371,7 @@ template <> struct rfk_format<RF_TYPE_IQ1_S> {
             rfk_grid_entry<RF_TYPE_IQ1_S, SHARED>(grid, ((r.c >> (8 * i)) & 255) | ((r.e >> (3 * i)) & 7) << 8, v);
             rfk_grid1(v, r.e >> 15, o.q + 2 * i);
         }
-        o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.f) * rfk_to_float(2 * ((r.e >> 12) & 7), 1) * 0.125f;
+        o.d[0] = o.d[1] = rfk_from_half((uint16_t)r.f) * (float)(2 * ((r.e >> 12) & 7) + 1) * 0.125f;
     }
 };
 
@@ -1403,8 +1394,8 @@ template <> struct rfk_format<RF_TYPE_IQ1_M> {
         uint32_t d = ((r.more[0] >> 12) & 15) | ((r.more[0] >> 24) & 0xf0) | ((r.more[1] >> 4) & 0xf00) |
                      ((r.more[1] >> 16) & 0xf000),
                  scales = (u % 8 < 4 ? r.more[0] : r.more[1]) >> (u / 2 % 2 * 16 + u % 2 * 6);
-        o.d[0] = rfk_from_half((uint16_t)d) * rfk_to_float(2 * (scales & 7), 1) * 0.125f;
-        o.d[1] = rfk_from_half((uint16_t)d) * rfk_to_float(2 * ((scales >> 3) & 7), 1) * 0.125f;
+        o.d[0] = rfk_from_half((uint16_t)d) * (float)(2 * (scales & 7) + 1) * 0.125f;
+        o.d[1] = rfk_from_half((uint16_t)d) * (float)(2 * ((scales >> 3) & 7) + 1) * 0.125f;
     }
 };
 
@@ -1641,8 +1632,8 @@ RFK_DEVICE uint8_t rfk_unit_signs(const uint8_t *from, uint32_t at, uint32_t bit
     }
     return (uint8_t)signs;
 }
-/* The code of a value of Q3_K, k of unit u, of Q6_K, l of a piece of 32 in half n, less its offset: 3 or 6 bits of a
- * two's complement. */
+/* The value of a weight without its scale, in the file's block, as a two's complement of 3 bits (Q3_K: k of the 32 in
+ * unit u) or 6 bits (Q6_K: l of the 32 in a piece, a quarter of half n of the block). */
 RFK_DEVICE uint32_t rfk_q3_code(const uint8_t *block, uint32_t u, uint32_t k) {
     return ((block[32 + u / 4 * 32 + k] >> (u % 4 * 2) & 3u) | (block[k] >> u & 1u) << 2) ^ 4;
 }
@@ -1651,24 +1642,25 @@ RFK_DEVICE uint32_t rfk_q6_code(const uint8_t *block, uint32_t n, uint32_t piece
                    high = block[128 + n * 32 + l] >> (2 * piece) & 3u;
     return (low | high << 4) ^ 32;
 }
-/* Codes are in a byte's upper bits, where one instruction makes a signed byte of them: 32 or 4 times the value.
- * Byte k of word i of a unit of Q3_K: the codes of values 8i + k and 8i + 4 + k, and two bits of six: the codes of
- * values 24 + k and 28 + k. */
+/* Such a code in the upper bits of a byte is a signed byte after one mask: 32 or 4 times the value. The bits below hold
+ * codes that have no byte of their own.
+ * Byte k of word i of a unit of Q3_K: the codes of values 8i + k and 8i + 4 + k, then two bits of the codes of values
+ * 24 + k and 28 + k: words 0 to 2 have their six bits, the upper ones first. */
 RFK_DEVICE uint8_t rfk_q3_byte(const uint8_t *block, uint32_t u, uint32_t i, uint32_t k) {
     const uint32_t six = rfk_q3_code(block, u, 24 + k) << 3 | rfk_q3_code(block, u, 28 + k);
     return (uint8_t)(rfk_q3_code(block, u, 8 * i + k) << 5 | rfk_q3_code(block, u, 8 * i + 4 + k) << 2 |
                      (six >> (4 - 2 * i) & 3));
 }
-/* Byte `at` of Q6_K: the code of pieces 0 and 1, and the first two bits of pieces 2 and 3; behind them, is_last, the
- * other four bits of both. */
+/* Byte `at` of Q6_K's first plane: a code of piece 0 or 1, then the upper two bits of one of piece 2 or 3. is_last: of
+ * the second plane, the lower four bits of a code of piece 2, then of piece 3. */
 RFK_DEVICE uint8_t rfk_q6_byte(const uint8_t *block, uint32_t at, bool is_last) {
     const uint32_t n = at / (is_last ? 32 : 64), piece = at % 64 / 32, l = at % 32;
     if (is_last) return (uint8_t)(rfk_q6_code(block, n, 2, l) << 4 | (rfk_q6_code(block, n, 3, l) & 15));
     return (uint8_t)(rfk_q6_code(block, n, piece, l) << 2 | rfk_q6_code(block, n, piece + 2, l) >> 4);
 }
-/* Codes of five bits, of a unit of low and high nibbles. Byte 4i + k of its first four words: the code of the low
- * nibble of the file's byte 4i + k, and the first three bits of that of the high nibble. Byte k of the word behind
- * them: from bit 2i on the last two. first, second: their fifth bits are the lowest of these. */
+/* A unit of five-bit codes, whose lower four bits are the low and high nibbles of 16 bytes. It becomes 16 bytes and a
+ * word. Byte 4i + k: the code of the low nibble there, then the upper three bits of that of the high nibble; byte k of
+ * the word has its lower two from bit 2i on. first, second: the fifth bits of the two codes, as bit 0. */
 RFK_DEVICE uint8_t rfk_q5_byte(uint32_t nibbles, uint32_t first, uint32_t second) {
     return (uint8_t)((nibbles & 15) << 3 | (first & 1) << 7 | (second & 1) << 2 | nibbles >> 6);
 }
@@ -1700,6 +1692,7 @@ RFK_DEVICE uint8_t rfk_unit_bits(const uint8_t *from, uint32_t at, uint32_t bits
     switch (bits) {
     case RFK_BITS_PAIRS: return rfk_pairs_byte(from, at);
     case RFK_BITS_NVFP4: return from[at] == 0x7f ? 0 : from[at] & 0x7f; /* NaN counts as 0, a sign as none */
+    /* the fifth bits of Q5_0 and Q5_1 are the four bytes in front of the nibbles */
     case RFK_BITS_Q5: return rfk_q5_byte(from[at], (from - 4)[at / 8] >> (at % 8), (from - 2)[at / 8] >> (at % 8));
     case RFK_BITS_Q5_LAST: return rfk_q5_last(from + 4, at);
     case RFK_BITS_Q5_K: return rfk_q5_k_byte(from, at);
@@ -5270,7 +5263,8 @@ template <> struct rfk_unpack_dots<RF_TYPE_Q4_0, false> : rfk_unpack_in_place<RF
 template <> struct rfk_unpack_dots<RF_TYPE_Q4_1, false> : rfk_unpack_in_place<RF_TYPE_Q4_1> {};
 template <> struct rfk_unpack_dots<RF_TYPE_Q4_K, false> : rfk_unpack_in_place<RF_TYPE_Q4_K> {};
 template <> struct rfk_unpack_dots<RF_TYPE_Q5_K, false> : rfk_unpack_in_place<RF_TYPE_Q5_K> {};
-/* The dot products of a fragment's two groups: low and high nibbles, or, of blocks of 32, those of half of them. */
+/* The dot products of a fragment's two groups. In Q4_K and Q5_K one group is the low nibbles and the other the high
+ * ones; in types with blocks of 32 a group has both. */
 template <int TYPE>
 RFK_DEVICE void rfk_dots_in_place(const int *w, const rfk_fragment_x &x, const int *start, float *dots) {
     if (TYPE == RF_TYPE_Q4_K || TYPE == RF_TYPE_Q5_K) {
@@ -15377,7 +15371,7 @@ static uint32_t rfk_match_shared(const rf_plan *plan, uint32_t i, uint32_t end, 
     return 0;
 }
 
-#define RFK_COLUMNS_BYTES (38u * 1024u)
+#define RFK_COLUMNS_BYTES (38u * 1024u) /* of a mixture's columns, at most: 31,129 values */
 
 /* Match a mixture from op i on: gate, up, activation, down and the weighted sum of the chosen experts.   Returns
  * whether; *up and *down become its launches. */

@@ -72,7 +72,9 @@ run() {
     case $(cat "$block.needs") in *hipcc\>=*) hipcc=${HIPCC_NEW:-hipcc} ;; esac
     compiler cc "$quick" -O0 -DROCMFORGE_NO_SIMD
     compiler hipcc "$hipcc" -O0 -DROCMFORGE_NO_SIMD --cuda-host-only -Wl,--warn-unresolved-symbols
-    compiler nvcc nvcc -O0 -DROCMFORGE_NO_SIMD -Ofc max
+    fast="-Xcicc -O1 -Xptxas -O1" # of an nvcc that has no -Ofc
+    case $(nvcc --help 2>/dev/null) in *-Ofc*) fast="-Ofc max" ;; esac
+    compiler nvcc nvcc -O0 -DROCMFORGE_NO_SIMD $fast
     bin=$(cd "$dir/bin" && pwd)
     if (cd "$dir/tree" && PATH=$bin:$PATH sh -ex "$OLDPWD/$2") </dev/null >"$2.log" 2>&1 &&
         ! grep -E 'undefined (reference|symbol)' "$2.log" | grep -qv __hip_fatbin; then pass
