@@ -43,16 +43,17 @@ run-server: $(B)/rocmforge_server    ## serve the model in examples/ at http://1
 
 # Nearly everything that a change can break shows in `make test`. `make test-all` runs the rest: the many combinations, and what
 # needs other compilers, emulators and checkers. @quick and @slow are parts of a suite. The longest first.
-SLOW  = tests/test_sanitizers.sh tests/test_hipcc.sh tests/test_isa.sh tests/test_emu.sh tests/test_family_goldens.sh tests/test_once_cell.sh \
-        $(B)/test_fuzz $(B)/test_limits $(B)/hip_model
+SLOW  = tests/test_sanitizers.sh tests/test_hipcc.sh tests/test_isa.sh tests/test_emu.sh \
+        tests/test_family_goldens.sh tests/test_once_cell.sh $(B)/test_fuzz $(B)/test_limits $(B)/hip_model
 PARTS = tests/test_readme.sh tests/test_compile.sh tests/test_server.sh $(B)/test_corpus $(B)/test_draft
 BUILT = $(EMULATED) $(EXAMPLES) $(TESTS)
-test: $(filter-out $(SLOW),$(BUILT))    ## run the tests (3 minutes on two cores); a suite whose tool is missing is counted as skipped
+test: $(filter-out $(SLOW),$(BUILT))    ## run the tests (3 minutes on two cores); suites that lack a tool are skipped
 	$(JOBS)sh tests/run.sh $(B) $(if $(HAVE_CXX),$(IN_PARTS:=@quick) $(B)/hip_mtp) \
 	  $(PARTS:=@quick) $(filter-out $(SLOW) $(PARTS),$(SCRIPTS) $(TESTS))
 
 test-all: programs    ## run the tests that `make test` leaves out (make deps installs their tools)
-	$(JOBS)sh tests/run.sh $(B) $(filter-out $(if $(HAVE_CXX),,$(B)/hip_%),$(SLOW)) $(if $(HAVE_CXX),$(SLOW_PARTS:=@slow)) $(PARTS:=@slow)
+	$(JOBS)sh tests/run.sh $(B) $(filter-out $(if $(HAVE_CXX),,$(B)/hip_%),$(SLOW)) \
+	  $(if $(HAVE_CXX),$(SLOW_PARTS:=@slow)) $(PARTS:=@slow)
 
 programs: $(BUILT)    ## build all that the tests run
 
@@ -165,7 +166,8 @@ $(B)/rocmforge_server: examples/server_page.html
 $(B)/%: examples/%.c rocmforge.h $(B)/rocmforge.a
 	$(CC) $(CFLAGS) -DROCMFORGE_IMPLEMENTATION_DONE -I. $< $(B)/rocmforge.a -o $@ $(LIBS)
 
-# suites with an implementation of their own: those that set macros, and test_kernels where the archive has no vector kernels
+# Suites with an implementation of their own: those that set macros, and test_kernels where the archive has no vector kernels.
+# Those that define _GNU_SOURCE read the declarations again.
 SEEN   = -DROCMFORGE_IMPLEMENTATION= -pthread $(SANITIZED)
 INSIDE = $(SEEN) -include $(B)/inside/rocmforge.h
 $(B)/test_corpus $(B)/test_gguf: INSIDE = -I$(B)/inside $(SANITIZED)

@@ -39,9 +39,11 @@ first_errors() {
 }
 name=${2-}
 
-slow="case_gnu11_after_stdio build_static case_run_static case_c11_after_declarations_is_refused case_c11_with_gnu_source
-    case_default_mode_after_libc case_c17 case_included_twice build_gcc_o2 build_clang_o2 build_arm64 build_musl build_o3
-    build_undefined build_allocator build_shared build_types_used build_types_other case_run_allocator case_run_shared case_run_types case_gcc_o2 case_clang_o2 case_objects_o2 case_run_o3 case_run_undefined case_run_musl case_run_arm64"
+slow="case_gnu11_after_stdio build_static case_run_static case_c11_after_declarations_is_refused
+    case_c11_with_gnu_source case_default_mode_after_libc case_c17 case_included_twice build_gcc_o2 build_clang_o2
+    build_arm64 build_musl build_o3 build_undefined build_allocator build_shared build_types_used build_types_other
+    case_run_allocator case_run_shared case_run_types case_gcc_o2 case_clang_o2 case_objects_o2 case_run_o3
+    case_run_undefined case_run_musl case_run_arm64"
 
 # ---- whole compilations: gcc and clang see more warnings when they generate code; without clang two of these are the same ----
 
