@@ -143,9 +143,9 @@ help:    ## this list
 # minutes, and tests of models then take a fraction of the time).
 SANITIZED := $(if $(findstring sanitize,$(CFLAGS)),-DROCMFORGE_NO_SIMD)
 
-# The implementation is compiled once, into an archive. tests/internals.awk makes its static functions visible: suites include
-# $(B)/inside/rocmforge.h, which declares them. That is compiled once, too: most suites would take longer to read it than for all
-# their own. Programs with their own implementation link nothing from the archive.
+# The implementation is compiled once, into an archive. tests/internals.awk makes its static functions visible: suites
+# include $(B)/inside/rocmforge.h, which declares them. That is compiled once, too: most suites would take longer to
+# read it than for all their own. Programs with their own implementation link nothing from the archive.
 $(B)/rocmforge.a: rocmforge.h tests/internals.awk
 	@mkdir -p $(B)/inside
 	awk -f tests/internals.awk $< >$(B)/inside/rocmforge.h
@@ -166,8 +166,8 @@ $(B)/rocmforge_server: examples/server_page.html
 $(B)/%: examples/%.c rocmforge.h $(B)/rocmforge.a
 	$(CC) $(CFLAGS) -DROCMFORGE_IMPLEMENTATION_DONE -I. $< $(B)/rocmforge.a -o $@ $(LIBS)
 
-# Suites with an implementation of their own: those that set macros, and test_kernels where the archive has no vector kernels.
-# Those that define _GNU_SOURCE read the declarations again.
+# Suites with an implementation of their own: those that set macros, and test_kernels where the archive has no vector
+# kernels. Those that define _GNU_SOURCE read the declarations again.
 SEEN   = -DROCMFORGE_IMPLEMENTATION= -pthread $(SANITIZED)
 INSIDE = $(SEEN) -include $(B)/inside/rocmforge.h
 $(B)/test_corpus $(B)/test_gguf: INSIDE = -I$(B)/inside $(SANITIZED)

@@ -31,7 +31,8 @@ kernels() {
 }
 
 printf '#include <hip/hip_runtime.h>\n__global__ void k() {}\n' >"$dir/probe.hip"
-options="-x hip --cuda-device-only -O3 -S -Wall -Wextra -Wno-unused-command-line-argument${TYPES:+ -DROCMFORGE_TYPES=$TYPES}"
+options="-x hip --cuda-device-only -O3 -S -Wall -Wextra -Wno-unused-command-line-argument"
+options="$options${TYPES:+ -DROCMFORGE_TYPES=$TYPES}"
 
 bad=0 checked=0
 # check TARGET FILE.s: check the statistics of each kernel in the assembly

@@ -40,12 +40,14 @@ case_shared() {
     cc "$dir/cli_strong.o" -o "$dir/shared" -L"$dir" -lkernels '-Wl,-rpath,$ORIGIN' $libs
     linked "$dir/shared"
 }
-# All types' kernels without matrix units, in waves of 64 (gfx906) and of 32 (gfx1030); with them half of the types on each of two
-# GPUs: MFMA on gfx90a and gfx942, WMMA on gfx1100 and gfx1201. A half has types of each family. `make hip-check` compiles all.
+# All types' kernels without matrix units, in waves of 64 (gfx906) and of 32 (gfx1030); with them half of the types on
+# each of two GPUs: MFMA on gfx90a and gfx942, WMMA on gfx1100 and gfx1201. A half has types of each family. `make
+# hip-check` compiles all.
 half_1=F32,Q8_0,Q4_1,Q5_1,Q5_K,Q2_K,IQ4_NL,IQ4_XS,MXFP4,IQ3_XXS,IQ3_S,IQ2_XXS,IQ1_S,TQ1_0,TQ2_0,Q1_0,Q2_0
 half_2=F16,BF16,Q4_0,Q5_0,Q4_K,Q6_K,Q3_K,NVFP4,IQ2_XS,IQ2_S,IQ1_M
 case_halves_are_all_types() {
-    sed -n '/^#define RF_TYPE_TABLE/,/^$/p' rocmforge.h | grep -oE 'X\([A-Z0-9_]+, [^)]*, 1\)' | sed 's/X(\([^,]*\),.*/\1/' | sort >"$dir/types"
+    sed -n '/^#define RF_TYPE_TABLE/,/^$/p' rocmforge.h | grep -oE 'X\([A-Z0-9_]+, [^)]*, 1\)' |
+        sed 's/X(\([^,]*\),.*/\1/' | sort >"$dir/types"
     [ "$(wc -l <"$dir/types")" -gt 20 ]
     echo "$half_1,$half_2" | tr , '\n' | sort | diff "$dir/types" -
 }

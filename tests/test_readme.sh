@@ -47,10 +47,11 @@ missing() {
     echo "$name"
 }
 
-# compiler COMMAND PROGRAM OPTION...: in the blocks COMMAND means PROGRAM with options that make it quick. This suite tests that the
-# commands work; other suites test optimized code, vector kernels and GPU code. hipcc compiles host code only, so that its programs
-# lack one symbol (test_hipcc.sh compiles the GPU code). An example that becomes a program takes the implementation that the other
-# suites link: test_layout.sh has the compiler read each whole, and here the page's own program, which is hello.c, is compiled whole.
+# compiler COMMAND PROGRAM OPTION...: in the blocks COMMAND means PROGRAM with options that make it quick. This suite
+# tests that the commands work; other suites test optimized code, vector kernels and GPU code. hipcc compiles host
+# code only, so that its programs lack one symbol (test_hipcc.sh compiles the GPU code). An example that becomes a
+# program takes the implementation that the other suites link: test_layout.sh has the compiler read each whole, and
+# here the page's own program, which is hello.c, is compiled whole.
 compiler() {
     command=$1 program=$(command -v "$2") || return
     shift 2
@@ -58,7 +59,8 @@ compiler() {
 #!/bin/sh
 case " \$* " in
 *" -c "*) ;;
-*" examples/"*.c" "*) set -- -DROCMFORGE_IMPLEMENTATION_DONE -Wl,--whole-archive build/rocmforge.a -Wl,--no-whole-archive "\$@" ;;
+*" examples/"*.c" "*)
+    set -- -DROCMFORGE_IMPLEMENTATION_DONE -Wl,--whole-archive build/rocmforge.a -Wl,--no-whole-archive "\$@" ;;
 esac
 exec "$program" "\$@" $*
 EOF
