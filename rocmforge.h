@@ -5016,8 +5016,8 @@ static const int8_t rfi_iq4_list[16] = {-127, -104, -83, -65, -49, -35, -22, -10
 static const int8_t rfi_fp4_list[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}; /* doubled */
 
 /* Grids: runs of values, a byte each, eight of IQ2 and IQ1, four of IQ3, without their signs; of IQ1 8 times the
- * weight, plus 9. All codes of a run are spread over its bytes at once: few tokens for each run compile sooner. The code
- * c of IQ2 is the value 8 + 35 * c / 2, of IQ3_XXS 4 + 8 * c, and 2 more if c is 7. */
+ * weight, plus 9. All codes of a run are spread over its bytes at once: few tokens for each run compile sooner. The
+ * code c of IQ2 is the value 8 + 35 * c / 2, of IQ3_XXS 4 + 8 * c, and 2 more if c is 7. */
 #define RFI_PAIRS(v) \
     ((((v) & 0x3333) * 0x1001001001u & 0x0003000300030003u) | (((v) & 0xcccc) * 0x40040040040u & 0x0300030003000300u))
 #define RFI_THREES(v) ((((v) & 0x1c7) * 0x401u & 0x00070007u) | (((v) & 0xe38) * 0x8020u & 0x07000700u))
