@@ -1474,7 +1474,9 @@ typedef struct rf_generate_result {
  * Returns RF_OK, with the reason in result->finish; RF_ERR_ARGUMENT; RF_ERR_CONTEXT_FULL (the prompt does not fit; with
  * drop_turns: nor does its last turn), the sequence unchanged; errors of rf_chat_tokenize, rf_session_eval (not of
  * cancelling) and the sampler's, with result filled.
- * A prompt that is cancelled stays as far as it was evaluated, and the next call keeps it.
+ * A prompt that is cancelled stays as far as it was evaluated, and the next call keeps it. No logits are kept.
+ * On a GPU that holds the whole model a token's step begins before the host knows the token; the last one is cut off
+ * again. Callbacks may call rf_session_cancel, nothing else of the session.
  * Memory O(prompt + context) during the call.   Cost: rf_session_eval of what is new, then of each token.
  * Threads: one call at a time per session. */
 ROCMFORGE_API rf_result rf_generate(rf_session *s, const rf_generate_desc *desc, rf_generate_result *result,
@@ -2442,6 +2444,8 @@ typedef struct rf_step {
     uint32_t n_rows;
     uint32_t n_logits;          /* logits rows of this step                          */
     uint32_t first_logits_row;  /* they go to [first_logits_row, + n_logits)         */
+    const uint32_t *chosen;     /* [n_rows] 1 + the index in the scratch memory, as int32, of the row's token, which a
+                                   device with `draw` reads there; 0: the row has it. NULL: all have */
 } rf_step;
 
 /* Objects of a device, opaque to the host. */
@@ -2618,7 +2622,7 @@ typedef struct rf_session_stats {
                               as much as many; 0: they do not, or that is not known                         */
 } rf_session_stats;
 
-#define RF_DEVICE_API_VERSION 16u
+#define RF_DEVICE_API_VERSION 17u
 
 /* The table of a device. Every entry may be called from any thread and leaves the thread's current device as it was.
  * Failures return a code and fill err; a device that is gone for good says so in device_info.lost. Asynchronous work
@@ -5447,6 +5451,7 @@ struct rf_device {
     _Atomic uint64_t weight_bytes; /* allocated for weights now                                              */
     rfi_monitor monitor;           /* guards what follows                                                    */
     rfi_store *stores;
+    _Atomic uint32_t n_waiting;    /* calls that wait until a store is idle                                  */
     uint64_t clock;                /* counts uses of stores, for LRU                                         */
     rf_dev *fallback_dev;          /* CPU device for experts that the CPU computes; NULL until some are      */
 };
@@ -7579,7 +7584,9 @@ static rf_result rfi_budget_acquire(rfi_store *s, uint64_t cancels, rf_error *er
             return rfi_fail(err, RF_ERR_CANCELLED, 0, "%s: cancelled while it waited for its share of the device",
                             rfi_gguf_path(s->g));
         } else {
+            atomic_fetch_add(&s->device->n_waiting, 1);
             rfi_monitor_poll(&s->device->monitor); /* until a store becomes idle */
+            atomic_fetch_sub(&s->device->n_waiting, 1);
         }
     }
     return RF_OK;
@@ -20652,6 +20659,9 @@ struct rf_session {
     uint32_t rollback;            /* length of sequence 0 if rf_session_forward fails        */
     uint32_t n_logits;            /* rows of the last eval that asked for logits             */
     uint32_t first_hidden;        /* row of `hidden` for the first one of a micro-batch      */
+    const uint32_t *step_chosen;  /* rf_step.chosen of the step in progress                  */
+    int runs_ahead;               /* 1: a step of rfi_ahead_step may be running, which holds all tensors */
+    rf_ticket ahead;              /* of it                                                   */
     _Atomic uint32_t n_users;     /* schedulers                                              */
     _Atomic int cancel;
     uint32_t owns_model;          /* 1: rf_session_open_file opened the model, its device and file */
@@ -21621,7 +21631,7 @@ static rf_result rfi_eval_batch(rf_session *s, const rf_token_row *rows, uint32_
     const uint32_t n_embd = s->m->plan.n_embd, first_logits_row = *n_logits;
     const int mtp = s->m->config.is_mtp != 0;
     rf_step step = {.rows = s->rows, .logit_rows = s->logit_rows, .n_rows = n_rows,
-                    .first_logits_row = first_logits_row};
+                    .first_logits_row = first_logits_row, .chosen = s->step_chosen};
     memcpy(s->batch_begins, s->eval_lengths, s->desc.n_seq_max * sizeof *s->batch_begins);
     for (uint32_t i = 0; i < n_rows; i++) {
         uint32_t pos = s->eval_lengths[rows[i].seq]++;
@@ -21781,21 +21791,25 @@ static rf_result rfi_session_row(rf_session *s, uint32_t i, int all, float **out
     return r;
 }
 
-/* The device draws s->draws[0, n), n > 0, whose changes follow each other. */
-static rf_result rfi_session_draw(rf_session *s, uint32_t n, rf_error *err) {
+/* The device draws s->draws[0, n), n > 0, whose changes follow each other. *ticket: they are back in s->draws. */
+static rf_result rfi_session_submit_draws(rf_session *s, uint32_t n, rf_ticket *ticket, rf_error *err) {
     const rf_device_api *api = s->m->device->api;
     const rf_plan *plan = &s->m->plan;
     const uint64_t *at = s->buffer_offset + plan->n_buffers;
     const rf_draw_batch batch = {.logits = s->buffer_offset[plan->logits], .argmax = s->buffer_offset[plan->argmax],
                                  .draws = at[0], .changes = at[1], .n_rows = s->n_logits, .n_vocab = plan->n_vocab,
                                  .n_draws = n, .n_changes = s->draws[n - 1].first_change + s->draws[n - 1].n_changes};
-    rf_ticket ticket;
-    rf_result r = api->mem_write(s->queue, &s->scratch, at[0], s->draws, n * sizeof *s->draws, &ticket, err);
+    const uint64_t bytes = n * sizeof *s->draws;
+    rf_result r = api->mem_write(s->queue, &s->scratch, at[0], s->draws, bytes, ticket, err);
     if (r == RF_OK && batch.n_changes)
-        r = api->mem_write(s->queue, &s->scratch, at[1], s->changes, batch.n_changes * sizeof *s->changes, &ticket,
-                           err);
-    if (r == RF_OK) r = api->draw(s->queue, &s->scratch, &batch, &ticket, err);
-    return r == RF_OK ? rfi_session_read(s, batch.draws, s->draws, n * sizeof *s->draws, err) : r;
+        r = api->mem_write(s->queue, &s->scratch, at[1], s->changes, batch.n_changes * sizeof *s->changes, ticket, err);
+    if (r == RF_OK) r = api->draw(s->queue, &s->scratch, &batch, ticket, err);
+    return r == RF_OK ? api->mem_read(s->queue, &s->scratch, at[0], s->draws, bytes, ticket, err) : r;
+}
+static rf_result rfi_session_draw(rf_session *s, uint32_t n, rf_error *err) {
+    rf_ticket ticket = {0};
+    rf_result r = rfi_session_submit_draws(s, n, &ticket, err);
+    return r == RF_OK ? s->m->device->api->ticket_wait(&ticket, RFI_WAIT_MS, err) : r;
 }
 
 ROCMFORGE_API rf_result rf_session_get_logits(rf_session *s, uint32_t i, float **logits, rf_error *err) {
@@ -32176,6 +32190,10 @@ static void rfi_sampler_logprobs(const rf_sampler *s, uint32_t n_vocab, int32_t 
     }
 }
 
+static rf_result rfi_sampler_fail(uint32_t n_vocab, rf_error *err) {
+    return rfi_fail(err, RF_ERR_ARGUMENT, 0, "sample: none of %u logits is greater than -infinity", n_vocab);
+}
+
 ROCMFORGE_API rf_result rf_sampler_sample(rf_sampler *s, float *logits, uint32_t n_vocab, int32_t *token,
                                           rf_error *err) {
     rfi_clear(err);
@@ -32192,8 +32210,7 @@ ROCMFORGE_API rf_result rf_sampler_sample(rf_sampler *s, float *logits, uint32_t
 
     rfi_choice choice;
     uint32_t chosen = rfi_choice_begin(&choice, logits, n_vocab);
-    if (rfi_logit_key(choice.max) == RFI_KEY_NONE)
-        return rfi_fail(err, RF_ERR_ARGUMENT, 0, "sample: none of %u logits is greater than -infinity", n_vocab);
+    if (rfi_logit_key(choice.max) == RFI_KEY_NONE) return rfi_sampler_fail(n_vocab, err);
     if (d->temperature > 0 && d->mirostat) chosen = rfi_sampler_mirostat(s, &choice);
     else if (d->temperature > 0) {
         if (d->top_k > 0 && d->top_k < n_vocab) rfi_choice_tighten(&choice, d->top_k, 0);
@@ -32225,6 +32242,11 @@ static int rfi_sampler_takes(const rf_sampler *s, int32_t token) {
     for (uint32_t i = 0; i < d->n_bias; i++)
         if (d->bias[i].bias > 0 || d->bias[i].token == token) return 0;
     return !d->grammar || rf_grammar_matcher_accept(d->grammar, token, NULL) == RF_OK;
+}
+
+/* Does it whichever token that is? */
+static int rfi_sampler_takes_any(const rf_sampler *s) {
+    return s->desc.temperature <= 0 && rfi_sampler_is_plain(&s->desc) && s->desc.n_bias == 0 && !s->desc.grammar;
 }
 
 /* The change of a token, a new one if it has none; NULL: there are too many. */
@@ -32307,6 +32329,128 @@ ROCMFORGE_API rf_result rf_session_sample(rf_session *s, uint32_t i, rf_sampler 
     }
     if (r == RF_OK) r = rfi_session_row(s, i, 0, &logits, err);
     return r == RF_OK ? rf_sampler_sample(sampler, logits, s->m->plan.n_vocab, token, err) : r;
+}
+
+/* ---- decoding ahead ----
+ * The step of a token that the host does not know yet: the device has chosen it and takes it from there, so that it
+ * does not wait for the host between two tokens. The host gets the token while that step runs. If the text ends with
+ * it, the step is cut off again. */
+
+/* Whether all that a step of sequence seq needs is on the device, and stays there, and nobody waits for it to be given
+ * back. */
+static int rfi_ahead_is_ready(const rf_session *s, uint32_t seq) {
+    const rf_model *m = s->m;
+    const rfi_store *store = m->store;
+    if (!s->draws || !m->device->is_gpu || rfi_group_size(m->device) > 1 || m->plan.given != RF_NONE) return 0;
+    if (s->desc.mtp || s->fallback || store->in_place || store->cache.n_frames || store->n_lent) return 0;
+    return s->lengths[seq] < s->desc.n_ctx && s->n_logits == 1 && !s->is_copied[0] && rfi_store_all_loaded(store) &&
+           !atomic_load(&s->cancel) && !atomic_load(&m->device->n_waiting);
+}
+
+/* Each step that runs ahead holds all tensors until it has ended. */
+static int rfi_ahead_hold(rf_session *s) {
+    if (rfi_store_begin(s->m->store, &s->loading_cancels, NULL) != RF_OK) return 0;
+    s->holds_all = rfi_store_hold_all(s->m->store);
+    if (!s->holds_all) rfi_store_end(s->m->store);
+    return s->holds_all;
+}
+static void rfi_ahead_release(rf_session *s) {
+    rfi_store_release_all(s->m->store);
+    rfi_store_end(s->m->store);
+}
+
+/* Submit the step of the token that lies at token_at of the scratch memory. Its place in the sequence stays free
+ * until rfi_ahead_accept. Returns whether it was submitted; if not, rf_session_eval will say why. */
+static int rfi_ahead_submit(rf_session *s, uint32_t seq, uint64_t token_at, rf_ticket *ticket) {
+    const rf_token_row row = {.seq = (int32_t)seq, .pos = RF_POS_NEXT, .want_logits = 1};
+    const uint32_t chosen = (uint32_t)(1 + token_at / sizeof(int32_t));
+    uint32_t n_logits = 0;
+    memcpy(s->eval_lengths, s->lengths, s->desc.n_seq_max * sizeof *s->eval_lengths);
+    memcpy(s->eval_ends, s->lengths, s->desc.n_seq_max * sizeof *s->eval_ends);
+    s->eval_ends[seq]++;
+    s->step_chosen = &chosen;
+    const rf_result r = rfi_eval_batch(s, &row, 1, 0, &n_logits, ticket, NULL);
+    s->step_chosen = NULL;
+    s->holds_all = 0;
+    rfi_session_raise_min_keep(s, seq, s->eval_lengths[seq]);
+    if (r == RF_ERR_CANCELLED) atomic_store(&s->cancel, 1); /* the next eval's */
+    if (r != RF_OK) rfi_session_cut(s, seq, s->lengths[seq], NULL);
+    return r == RF_OK;
+}
+
+/* The step that runs ahead has ended, with r: what it leaves in the sequence begins with n tokens. */
+static rf_result rfi_ahead_end(rf_session *s, uint32_t seq, uint32_t n, rf_result r) {
+    s->runs_ahead = 0;
+    rfi_ahead_release(s);
+    rfi_session_cut(s, seq, n, NULL);
+    s->n_logits = 0;
+    return r;
+}
+
+/* Cut off the step that runs ahead, if there is one: its token is none of the sequence's. */
+static void rfi_ahead_cancel(rf_session *s, uint32_t seq) {
+    if (!s->runs_ahead) return;
+    (void)s->m->device->api->ticket_wait(&s->ahead, RFI_WAIT_MS, NULL);
+    rfi_ahead_end(s, seq, s->lengths[seq], RF_OK);
+}
+
+/* The token of the step that runs ahead is the sequence's next one. Returns as rf_session_eval; errors of the device
+ * come when a token is sampled. */
+static rf_result rfi_ahead_accept(rf_session *s, uint32_t seq, int32_t token, rf_error *err) {
+    if (rfi_session_cancelled(s)) {
+        rfi_ahead_cancel(s, seq);
+        return rfi_fail(err, RF_ERR_CANCELLED, 0, "rf_session_eval: cancelled by rf_session_cancel");
+    }
+    s->tokens[(uint64_t)seq * s->desc.n_ctx + s->lengths[seq]++] = token;
+    s->n_logits = 1;
+    s->is_copied[0] = 0;
+    return RF_OK;
+}
+
+/* Wait for the step that runs ahead, whose token was accepted, as rf_session_eval does. */
+static rf_result rfi_ahead_wait(rf_session *s, uint32_t seq, rf_error *err) {
+    rf_result r = rfi_session_read(s, s->buffer_offset[s->m->plan.argmax], s->argmax, sizeof *s->argmax, err);
+    if (r != RF_OK) return rfi_ahead_end(s, seq, s->lengths[seq] - 1, r);
+    s->runs_ahead = 0;
+    rfi_ahead_release(s);
+    return r;
+}
+
+/* rf_session_sample of row 0, which is of sequence seq's last token. goes_on: if the text does not end, the token is
+ * evaluated next, so that its step may run ahead. */
+static rf_result rfi_ahead_sample(rf_session *s, uint32_t seq, rf_sampler *sampler, int goes_on, int32_t *token,
+                                  rf_error *err) {
+    const rf_device_api *api = s->m->device->api;
+    const rf_plan *plan = &s->m->plan;
+    const int greedy = rfi_sampler_takes_any(sampler), ran = s->runs_ahead;
+    rf_ticket chosen = {0}, step = {0};
+    rf_result r = RF_OK;
+    if (!goes_on || !rfi_ahead_is_ready(s, seq) || !(greedy || rfi_session_draw_of(s, 0, sampler, 0)) ||
+        !rfi_ahead_hold(s)) {
+        if (ran) r = rfi_ahead_wait(s, seq, err);
+        return r == RF_OK ? rf_session_sample(s, 0, sampler, token, err) : r;
+    }
+    uint64_t at = s->buffer_offset[plan->argmax];
+    if (greedy) r = api->mem_read(s->queue, &s->scratch, at, s->argmax, sizeof *s->argmax, &chosen, err);
+    else r = rfi_session_submit_draws(s, 1, &chosen, err), at = s->buffer_offset[plan->n_buffers] +
+                                                                 offsetof(rf_draw, token);
+    const int runs = r == RF_OK && rfi_ahead_submit(s, seq, at, &step);
+    if (r == RF_OK) r = api->ticket_wait(&chosen, RFI_WAIT_MS, err);
+    if (ran && r != RF_OK) (void)api->ticket_wait(&s->ahead, RFI_WAIT_MS, NULL);
+    if (ran) rfi_ahead_release(s);
+    s->ahead = step, s->runs_ahead = runs;
+    if (!runs) rfi_ahead_release(s);
+    if (r != RF_OK) {
+        rfi_ahead_cancel(s, seq);
+        if (ran) rfi_session_cut(s, seq, s->lengths[seq] - 1, NULL);
+        s->n_logits = 0;
+        return r;
+    }
+    *token = greedy ? s->argmax[0] : s->draws[0].token;
+    if (*token >= 0 && !greedy && sampler->desc.temperature > 0) rfi_random_bits(sampler->rng);
+    if (*token >= 0) return rf_sampler_accept(sampler, *token), RF_OK;
+    rfi_ahead_cancel(s, seq);
+    return rfi_sampler_fail(plan->n_vocab, err);
 }
 
 /* ==== 13j Speculation =================================================================================== >>draft
@@ -34320,7 +34464,9 @@ static rf_result rfi_generate_step(rfi_generating *g, int32_t token) {
     rf_drafter *drafter = g->d->drafter;
     rf_session *s = g->s;
     g->row = g->n_drafts = 0;
-    if (!drafter) return rfi_generate_eval(g, &token, 1);
+    if (!drafter)
+        return s->runs_ahead ? rfi_ahead_accept(s, (uint32_t)g->d->seq, token, g->err)
+                             : rfi_generate_eval(g, &token, 1);
     const double start = rfi_now();
     rfi_drafter_append(drafter, token);
     const uint32_t max = rfi_drafter_count(drafter, &drafter->costs, 0, rfi_generate_max_drafts(g));
@@ -34532,7 +34678,9 @@ static rf_result rfi_generate_run(rfi_generating *g) {
     while (r == RF_OK) {
         int32_t token = -1;
         if (g->matcher) rf_answer_guide(g->answer, g->matcher, g->sampler);
-        r = rf_session_sample(g->s, g->row, g->sampler, &token, g->err);
+        const int goes_on = !d->max_tokens || result->n_generated + 1 < d->max_tokens;
+        if (d->drafter) r = rf_session_sample(g->s, g->row, g->sampler, &token, g->err);
+        else r = rfi_ahead_sample(g->s, (uint32_t)d->seq, g->sampler, goes_on, &token, g->err);
         if (r != RF_OK) return r;
         result->last_token = token;
         result->n_generated++;
@@ -34579,6 +34727,8 @@ ROCMFORGE_API rf_result rf_generate(rf_session *s, const rf_generate_desc *desc,
     r = rfi_generate_begin(&g);
     if (r == RF_OK) r = rfi_generate_run(&g);
     if (r != RF_OK) g.err = NULL; /* err says why */
+    rfi_ahead_cancel(s, (uint32_t)desc->seq);
+    s->n_logits = 0;
     const rf_result settled = rfi_generate_settle(&g);
     if (r == RF_OK) r = settled;
     if (r == RF_OK) /* all but what the next turn begins with */

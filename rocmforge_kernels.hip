@@ -1784,13 +1784,16 @@ struct rfk_row_range {
     uint32_t first, end;
 };
 
-/* A step's values travel as kernel arguments, which the runtime copies: none is overwritten while in flight.
+/* A step's values travel as kernel arguments, which the runtime copies: none is overwritten while in flight. Tokens
+ * that the host does not know are read from the scratch memory.
  *   grid 1   block 64 */
 #define RFK_STEP_ROWS 64
 struct rfk_step_args {
     rf_step_row row[RFK_STEP_ROWS];
     rfk_row_range range[RFK_STEP_ROWS];
     uint32_t logit_row[RFK_STEP_ROWS];
+    uint32_t chosen[RFK_STEP_ROWS]; /* as rf_step.chosen */
+    const int32_t *scratch;
     rf_step_row *rows;
     rfk_row_range *ranges; /* [rows of the step] of its sequences; beyond them empty */
     uint32_t *logit_rows;
@@ -1800,7 +1803,10 @@ struct rfk_step_args {
 static __global__ void rfk_write_step(rfk_step_args a) {
     if (threadIdx.x == 0) a.now[0] = a.turn, a.now[1] = a.epoch;
     if (threadIdx.x < a.n_rows) {
-        a.rows[a.first + threadIdx.x] = a.row[threadIdx.x];
+        const uint32_t chosen = a.chosen[threadIdx.x];
+        rf_step_row row = a.row[threadIdx.x];
+        if (chosen) row.token = a.scratch[chosen - 1];
+        a.rows[a.first + threadIdx.x] = row;
         a.ranges[a.first + threadIdx.x] = a.range[threadIdx.x];
     }
     if (threadIdx.x < a.n_logits) a.logit_rows[a.first + threadIdx.x] = a.logit_row[threadIdx.x];
@@ -14579,6 +14585,8 @@ struct rf_prepared {
     const rf_plan *plan;
     uint32_t n_ctx, n_seq, n_batch, n_logits, cache_type, n_slots;
     const rf_plan_members *members; /* NULL: none but this */
+    const int32_t *scratch;
+    uint64_t scratch_bytes;
     rfk_bound *ops;
     uint32_t *segments; /* [n_segments + 1] first op of each */
     uint32_t n_segments;
@@ -15840,6 +15848,8 @@ static rf_result rfk_plan_create(rf_dev *d, const rf_plan_bind *bind, rf_prepare
     p->table = bind->table;
     p->plan = plan;
     p->n_ctx = bind->n_ctx;
+    p->scratch = (const int32_t *)bind->scratch.base;
+    p->scratch_bytes = bind->scratch.size_bytes;
     p->n_seq = bind->n_seq;
     p->n_batch = bind->n_batch;
     p->n_logits = bind->n_logits;
@@ -17732,6 +17742,9 @@ static rf_result rfk_check_step(const rf_prepared *p, const rf_step *step, rf_er
             return rfk_fail(err, RF_ERR_ARGUMENT, 0, i,
                             "hip: row %u: token %d, sequence %d of %u, position %d of %u, slots %u and %u of %u", i,
                             row->token, row->seq, p->n_seq, row->pos, p->n_ctx, row->from, row->to, p->n_slots);
+        if (step->chosen && step->chosen[i] > p->scratch_bytes / sizeof(int32_t))
+            return rfk_fail(err, RF_ERR_ARGUMENT, 0, i, "hip: row %u: its token is %u of the scratch memory's %llu", i,
+                            step->chosen[i] - 1, (unsigned long long)(p->scratch_bytes / sizeof(int32_t)));
     }
     for (uint32_t i = 0; i < step->n_logits; i++)
         if (step->logit_rows[i] >= step->n_rows)
@@ -17756,6 +17769,8 @@ static rf_result rfk_check_tokens(const rf_prepared *p, const rf_step *step, con
         int32_t row = op->flags & RF_OP_FIRST       ? 0
                       : op->flags & RF_OP_POSITIONS ? step->rows[t].pos
                                                     : step->rows[t].token;
+        const bool any = step->chosen && step->chosen[t] && !(op->flags & (RF_OP_FIRST | RF_OP_POSITIONS));
+        if (any) row = (int32_t)p->plan->n_vocab - 1;
         if (row >= 0 && (uint32_t)row >= p->plan->weights[op->weight].n_rows)
             return rfk_bad_op(p->plan, op, RF_ERR_ARGUMENT, "a token or position is none of the weight's rows", err);
     }
@@ -17766,8 +17781,8 @@ static rf_result rfk_check_tokens(const rf_prepared *p, const rf_step *step, con
 static rf_result rfk_write_step_values(rf_prepared *p, rf_queue *q, const rf_step *step, rf_error *err) {
     size_t row_bytes = step->n_rows * sizeof *step->rows, logit_bytes = step->n_logits * sizeof *step->logit_rows;
     const uint32_t turn = p->members ? p->members->turn : 0, epoch = p->members ? p->members->epoch : 0;
-    if (p->written_by == q && p->n_rows == step->n_rows && p->n_row_logits == step->n_logits && p->turn == turn &&
-        p->epoch == epoch &&
+    if (!step->chosen && p->written_by == q && p->n_rows == step->n_rows && p->n_row_logits == step->n_logits &&
+        p->turn == turn && p->epoch == epoch &&
         memcmp(p->host_rows, step->rows, row_bytes) == 0 &&
         (logit_bytes == 0 || memcmp(p->host_logit_rows, step->logit_rows, logit_bytes) == 0))
         return RF_OK;
@@ -17779,12 +17794,14 @@ static rf_result rfk_write_step_values(rf_prepared *p, rf_queue *q, const rf_ste
         a.rows = p->rows;
         a.ranges = p->ranges;
         a.logit_rows = p->logit_rows;
+        a.scratch = p->scratch;
         a.now = p->now;
         a.turn = turn;
         a.epoch = epoch;
         a.first = first;
         for (; a.n_rows < RFK_STEP_ROWS && first + a.n_rows < step->n_rows; a.n_rows++) {
             a.row[a.n_rows] = step->rows[first + a.n_rows];
+            if (step->chosen) a.chosen[a.n_rows] = step->chosen[first + a.n_rows];
             if (first + a.n_rows < p->n_ranges) a.range[a.n_rows] = p->host_ranges[first + a.n_rows];
         }
         for (; a.n_logits < RFK_STEP_ROWS && first + a.n_logits < step->n_logits; a.n_logits++)
@@ -17800,7 +17817,7 @@ static rf_result rfk_write_step_values(rf_prepared *p, rf_queue *q, const rf_ste
     p->n_row_logits = step->n_logits;
     p->turn = turn;
     p->epoch = epoch;
-    p->written_by = q;
+    if (!step->chosen) p->written_by = q;
     return RF_OK;
 }
 
@@ -18021,6 +18038,19 @@ static void rfk_capture(rf_prepared *p, rf_queue *q, const rf_step *step) {
     p->no_graphs = 1;
 }
 
+/* The token of a step of one row, which is written; the step itself may overwrite where it was chosen. */
+static rf_result rfk_read_token(rf_prepared *p, rf_queue *q, int32_t *token, rf_error *err) {
+    rf_result r = RF_OK;
+    for (uint32_t i = 0; r == RF_OK && i < 2; i++) r = rfk_staging_wait(q, i, err);
+    if (r == RF_OK)
+        r = rfk_check(p->dev, err, hipMemcpyAsync(q->staging, &p->rows->token, sizeof *token, hipMemcpyDeviceToHost,
+                                                  q->stream), "hipMemcpyAsync", "a token", 0);
+    if (r == RF_OK)
+        r = rfk_check(p->dev, err, hipStreamSynchronize(q->stream), "hipStreamSynchronize", "a token", 0);
+    if (r == RF_OK) memcpy(token, q->staging, sizeof *token);
+    return r;
+}
+
 /* A step of one row for a replay that is checked: it keeps the recurrent states, because the launches that check it
  * begin with the same ones and then store theirs. */
 static rf_result rfk_write_checked_step(rf_prepared *p, rf_queue *q, const rf_step *step, rf_error *err) {
@@ -18092,7 +18122,14 @@ static rf_result rfk_replay(rf_prepared *p, rf_queue *q, const rf_step *step, in
                        __atomic_load_n(&p->dev->graphs, __ATOMIC_RELAXED) == RFK_GRAPHS_CHECKED &&
                        rfk_logits_to_check(p);
     const int times = *replayed && !checks && p->tuning.event[0];
-    if (*replayed && checks) r = rfk_write_checked_step(p, q, step, err);
+    rf_step known = *step;
+    rf_step_row row = step->rows[0];
+    if (*replayed && checks && step->chosen) {
+        r = rfk_read_token(p, q, &row.token, err);
+        known.rows = &row;
+        known.chosen = NULL;
+    }
+    if (r == RF_OK && *replayed && checks) r = rfk_write_checked_step(p, q, &known, err);
     if (times) rfk_before_timed(p, q, 1);
     for (uint32_t i = 0; r == RF_OK && i < p->n_graphs; i++)
         r = rfk_check(p->dev, err, hipGraphLaunch(p->graph[i], q->stream), "hipGraphLaunch", "a decode step", 0);
@@ -18101,7 +18138,7 @@ static rf_result rfk_replay(rf_prepared *p, rf_queue *q, const rf_step *step, in
         p->stats.submissions += p->n_graphs;
     }
     if (times) rfk_after_timed(p, q, r);
-    if (r == RF_OK && *replayed && checks) r = rfk_check_replay(p, q, step, err);
+    if (r == RF_OK && *replayed && checks) r = rfk_check_replay(p, q, &known, err);
     return r;
 }
 

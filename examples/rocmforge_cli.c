@@ -1686,6 +1686,24 @@ static int bench_fill(app *a, uint32_t depth) {
     return kept < depth ? lib(a, forward(a, a->prompt.data + kept, depth - kept)) : DONE;
 }
 
+/* Decode n tokens behind those that the session holds: a greedy text that begins with ids[0], and goes on behind its
+ * end tokens. Without a vocabulary there is no text: the tokens are ids. */
+static int bench_decode(app *a, const int32_t *ids, uint32_t n) {
+    int code = DONE;
+    const rf_tokenizer *t;
+    const int text = rf_model_get_tokenizer(a->m, &t, NULL) == RF_OK;
+    for (uint32_t i = 0; !text && i < n; i++) if ((code = lib(a, forward(a, ids + i, 1)))) return code;
+    for (uint32_t left = text ? n : 0; left;) {
+        const rf_generate_desc desc = {.ids = ids, .n_ids = 1, .append = 1, .max_tokens = left};
+        rf_generate_result result;
+        if ((code = lib(a, rf_generate(a->s, &desc, &result, &a->err)))) return code;
+        if (result.finish == RF_FINISH_CANCELLED) return fail(a, INTERRUPTED, "interrupted");
+        left -= result.n_generated;
+        ids++;
+    }
+    return code;
+}
+
 /* After the row's depth: the prompt at once, then n_decode tokens one by one. Run -1 does not count. */
 static int bench_once(app *a, int run, bench_row *row) {
     int code;
@@ -1698,7 +1716,7 @@ static int bench_once(app *a, int run, bench_row *row) {
     rf_session_stats device = rf_session_get_stats(a->s);
     rf_expert_stats x = expert_stats(a);
     t = now();
-    for (uint32_t i = 0; i < n_decode; i++) if ((code = lib(a, forward(a, next + n_prompt + i, 1)))) return code;
+    if (n_decode && (code = bench_decode(a, next + n_prompt, n_decode))) return code;
     double decode_s = now() - t;
     if (run < 0) return DONE;
     row->prompt_s[run] = prompt_s;
@@ -2976,7 +2994,7 @@ static const flag flags[] = {
     {"--step", SWITCH, AT(step), LOGITS, 0, 0, 0, NULL, "evaluate token by token"},
     {"--greedy", COUNT, AT(n_greedy), LOGITS, 0, 0, 1 << 24, "N", "then print the N likeliest next ids as [1,2,3]"},
     {"-p", COUNT, AT(n_prompt), BENCH, 0, 0, 1 << 24, "N", "prompt tokens (512); TFLOP/s: weights used and attention"},
-    {"-n", COUNT, AT(n_decode), BENCH, 0, 0, 1 << 24, "N", "tokens one by one (128); GB/s: weights used, k, v, states"},
+    {"-n", COUNT, AT(n_decode), BENCH, 0, 0, 1 << 24, "N", "tokens of a greedy text (128); GB/s: weights, k, v, states"},
     {"-r", COUNT, AT(n_repeat), BENCH, 0, 1, REPEAT_MAX, "N", "runs (3)"},
     {"-d", TEXT, AT(depths), BENCH, 0, 0, 0, "0,4096,...", "tokens in the context before, a line for each (0)"},
     {"--parallel", TEXT, AT(parallel), BENCH, 0, 0, 0, "1,2,4,...",
