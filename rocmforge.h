@@ -34728,8 +34728,8 @@ ROCMFORGE_API rf_result rf_generate(rf_session *s, const rf_generate_desc *desc,
     if (r == RF_OK) r = rfi_generate_run(&g);
     if (r != RF_OK) g.err = NULL; /* err says why */
     rfi_ahead_cancel(s, (uint32_t)desc->seq);
-    s->n_logits = 0;
     const rf_result settled = rfi_generate_settle(&g);
+    s->n_logits = 0;
     if (r == RF_OK) r = settled;
     if (r == RF_OK) /* all but what the next turn begins with */
         r = rfi_mtp_read_all(desc->drafter, s->tokens + (uint64_t)(uint32_t)desc->seq * s->desc.n_ctx,

@@ -2994,7 +2994,7 @@ static const flag flags[] = {
     {"--step", SWITCH, AT(step), LOGITS, 0, 0, 0, NULL, "evaluate token by token"},
     {"--greedy", COUNT, AT(n_greedy), LOGITS, 0, 0, 1 << 24, "N", "then print the N likeliest next ids as [1,2,3]"},
     {"-p", COUNT, AT(n_prompt), BENCH, 0, 0, 1 << 24, "N", "prompt tokens (512); TFLOP/s: weights used and attention"},
-    {"-n", COUNT, AT(n_decode), BENCH, 0, 0, 1 << 24, "N", "tokens of a greedy text (128); GB/s: weights, k, v, states"},
+    {"-n", COUNT, AT(n_decode), BENCH, 0, 0, 1 << 24, "N", "tokens of a greedy text (128); GB/s: weights, k, v, state"},
     {"-r", COUNT, AT(n_repeat), BENCH, 0, 1, REPEAT_MAX, "N", "runs (3)"},
     {"-d", TEXT, AT(depths), BENCH, 0, 0, 0, "0,4096,...", "tokens in the context before, a line for each (0)"},
     {"--parallel", TEXT, AT(parallel), BENCH, 0, 0, 0, "1,2,4,...",
