@@ -2603,10 +2603,18 @@ typedef struct rf_draw {
 #define RF_DRAW_MAX_CHANGES 64u    /* of a draw */
 #define RF_DRAW_MAX_VOCAB 0x7ffffu /* 2^44, the largest weight, times as many fits 64 bits */
 
+/* A row is read in parts of so many logits; of each, logits and their places and RF_DRAW_PART_BYTES are written. */
+#define RF_DRAW_PART 4096u
+#define RF_DRAW_PART_BYTES 256u
+static inline uint64_t rf_draw_work_bytes(uint32_t n_vocab) {
+    return (n_vocab + (uint64_t)RF_DRAW_PART - 1) / RF_DRAW_PART * (6 * RF_DRAW_PART + RF_DRAW_PART_BYTES);
+}
+
 /* What a device draws from: offsets into one block of device memory, multiples of 256. */
 typedef struct rf_draw_batch {
     uint64_t logits, argmax; /* float [n_rows, n_vocab]; int32 [n_rows], as RF_OP_ARGMAX finds them */
     uint64_t draws, changes; /* rf_draw [n_draws]; rf_draw_change [n_changes]                      */
+    uint64_t work;           /* n_draws times rf_draw_work_bytes(n_vocab), for the device to write */
     uint32_t n_rows, n_vocab, n_draws, n_changes; /* n_vocab at most RF_DRAW_MAX_VOCAB              */
 } rf_draw_batch;
 
@@ -20601,7 +20609,7 @@ static uint32_t rfi_session_eval_rows(const rf_model *m, const rf_session_desc *
 
 /* The arrays of a session in host memory: where, type, member, elements for model m and desc d. */
 #define RFI_SESSION_ARRAYS(X)                                                                                          \
-    X(RFI_ZEROED, uint64_t, buffer_offset, m->plan.n_buffers + 2ull) /* bytes into scratch; then draws, changes    */  \
+    X(RFI_ZEROED, uint64_t, buffer_offset, m->plan.n_buffers + 3ull) /* bytes into scratch; then of draws' three     */ \
     X(RFI_ZEROED, uint64_t, state_offset, m->plan.n_states)   /* bytes into state                                  */  \
     X(RFI_ZEROED, uint32_t, state_cells, m->plan.n_states)    /* KV cache cells of a sequence                      */  \
     X(RFI_ZEROED, uint32_t, segment_ops, m->plan.n_ops + 2ull)   /* [n_segments + 1] first op                      */  \
@@ -20767,9 +20775,10 @@ static rf_result rfi_session_layout(const rf_model *m, const rf_session_desc *d,
                           b->width, sizeof(float));
         if (buffer_offset) buffer_offset[i] = at;
     }
-    for (uint32_t i = 0; i < 2; i++) {
-        fits &= rfi_place(&out->scratch_bytes, &at, rfi_session_n_draws(m, d), i ? RF_DRAW_MAX_CHANGES : 1,
-                          i ? sizeof(rf_draw_change) : sizeof(rf_draw));
+    const uint64_t draw_bytes[] = {sizeof(rf_draw), RF_DRAW_MAX_CHANGES * sizeof(rf_draw_change),
+                                   rf_draw_work_bytes(plan->n_vocab)};
+    for (uint32_t i = 0; i < 3; i++) { /* draws, their changes, work */
+        fits &= rfi_place(&out->scratch_bytes, &at, rfi_session_n_draws(m, d), 1, draw_bytes[i]);
         if (buffer_offset) buffer_offset[plan->n_buffers + i] = at;
     }
     for (uint32_t i = 0; i < plan->n_states; i++) {
@@ -21797,8 +21806,9 @@ static rf_result rfi_session_submit_draws(rf_session *s, uint32_t n, rf_ticket *
     const rf_plan *plan = &s->m->plan;
     const uint64_t *at = s->buffer_offset + plan->n_buffers;
     const rf_draw_batch batch = {.logits = s->buffer_offset[plan->logits], .argmax = s->buffer_offset[plan->argmax],
-                                 .draws = at[0], .changes = at[1], .n_rows = s->n_logits, .n_vocab = plan->n_vocab,
-                                 .n_draws = n, .n_changes = s->draws[n - 1].first_change + s->draws[n - 1].n_changes};
+                                 .draws = at[0], .changes = at[1], .work = at[2], .n_rows = s->n_logits,
+                                 .n_vocab = plan->n_vocab, .n_draws = n,
+                                 .n_changes = s->draws[n - 1].first_change + s->draws[n - 1].n_changes};
     const uint64_t bytes = n * sizeof *s->draws;
     rf_result r = api->mem_write(s->queue, &s->scratch, at[0], s->draws, bytes, ticket, err);
     if (r == RF_OK && batch.n_changes)

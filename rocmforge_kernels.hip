@@ -2571,29 +2571,52 @@ template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_argmax_join(rfk
 
 /* ---- drawing tokens ----
  * rf_draw, as rf_sampler_sample does it: weights are integers, whose sums do not depend on the order, so that the
- * tokens are the same. A block draws one token; its threads read the row once for each of at most 2 x 3 digits of a
- * key, and then four times less and less of it to find the place of the random number. */
+ * tokens are the same. First each of many blocks keeps, of its part of the row, what may be chosen: the best top_k, or
+ * what lies close enough to the maximum. Then a block draws from these few: its threads read them once for each of at
+ * most 2 x 3 digits of a key, and then less and less of them to find the place of the random number. */
 #define RFK_DRAW_BLOCK 1024
 #define RFK_DRAW_BUCKETS 2048u
+#define RFK_DRAW_PARTS (RF_DRAW_MAX_VOCAB / RF_DRAW_PART + 1)
+/* A part of a row and of its draw. */
+struct rfk_draw_part {
+    uint64_t sum, rest; /* weights: of what is kept, unless the draw will keep less; of the others, for top-p */
+    uint32_t n, max;    /* kept; the largest key, of rows that change */
+};
+static_assert(sizeof(rfk_draw_part) <= RF_DRAW_PART_BYTES && RF_DRAW_PART == 4 * RFK_DRAW_BLOCK, "room for them");
 struct rfk_draw_args {
     float *logits;         /* [n_rows, n], as they were afterwards */
     const int32_t *argmax; /* [n_rows]     */
     rf_draw *draws;
     const rf_draw_change *changes;
-    uint32_t n_rows, n, n_changes;
+    char *work; /* [draws][work_bytes] logits that are kept [parts][RF_DRAW_PART], their places, parts */
+    uint64_t work_bytes;
+    uint32_t n_rows, n, n_changes, n_parts;
 };
 struct rfk_draw_shared {
     uint32_t low[RFK_DRAW_BUCKETS], high[RFK_DRAW_BUCKETS]; /* count, or sum of weights, of keys with a digit */
-    uint64_t sum[RFK_DRAW_BLOCK / 32], target, above;
-    uint32_t equal[RFK_DRAW_BLOCK / 32], bucket;
+    uint64_t sum[RFK_DRAW_BLOCK / 32], target, above, rest, parts[RFK_DRAW_PARTS];
+    uint32_t equal[RFK_DRAW_BLOCK / 32], first[RFK_DRAW_PARTS], bucket;
 };
-/* A row and what of it can be chosen: keys above `key` and the first `ties` ids whose key equals it; of these keys from
- * `floor` on. */
+/* Logits and what of them can be chosen: keys above `key` and the first `ties` whose key equals it; of these keys from
+ * `floor` on. parts: they lie in parts, which begin at s.first; else together. */
 struct rfk_draw_row {
     const float *logits;
     float max;
     uint32_t n, key, ties, floor;
+    bool parts;
 };
+
+/* Where the i-th logit lies. */
+RFK_DEVICE uint32_t rfk_draw_place(const rfk_draw_shared &s, const rfk_draw_row &row, uint32_t i) {
+    uint32_t part = 0;
+    if (!row.parts) return i;
+    for (uint32_t half = RFK_DRAW_PARTS / 2; half; half /= 2)
+        if (s.first[part + half] <= i) part += half;
+    return part * RF_DRAW_PART + i - s.first[part];
+}
+RFK_DEVICE float rfk_draw_logit(const rfk_draw_shared &s, const rfk_draw_row &row, uint32_t i) {
+    return row.logits[rfk_draw_place(s, row, i)];
+}
 
 RFK_DEVICE uint64_t rfk_mul_high(uint64_t a, uint64_t b) {
     const uint64_t low = (a & 0xffffffffu) * (b & 0xffffffffu);
@@ -2635,7 +2658,8 @@ RFK_DEVICE void rfk_draw_add(rfk_draw_shared &s, uint32_t bucket, uint64_t v) {
 }
 
 /* From the largest digit down: in which bucket do the sums reach the target, and what is above it? By one wave; each
- * lane has neighbouring buckets. top_p: the target is that share of all, else s.target. */
+ * lane has neighbouring buckets. top_p: the target is that share of all, s.rest included, else s.target. If it is not
+ * reached, s.bucket stays. */
 template <int WAVE> RFK_DEVICE void rfk_draw_find(rfk_draw_shared &s, uint32_t n_buckets, uint32_t top_p) {
     const uint32_t share = n_buckets / WAVE, begin = n_buckets - (threadIdx.x + 1) * share;
     uint64_t own = 0;
@@ -2647,11 +2671,11 @@ template <int WAVE> RFK_DEVICE void rfk_draw_find(rfk_draw_shared &s, uint32_t n
     }
     const uint64_t total = s.above + rfk_shuffle<WAVE>(to, WAVE - 1);
     uint64_t target = s.target, above = s.above + to - own;
-    if (top_p) target = rfk_mul_high(total, (uint64_t)top_p << 32);
+    if (top_p) target = rfk_mul_high(total + s.rest, (uint64_t)top_p << 32);
+    else if (target > total) target = total; /* top-k of fewer than k numbers */
     if (target == 0) target = 1;
-    if (target > total) target = total; /* top-k of fewer than k numbers */
     rfk_sync_lanes<WAVE>();
-    if (above >= target || above + own < target) return;
+    if (total == 0 || above >= target || above + own < target) return;
     for (uint32_t b = begin + share; b-- > begin;) {
         const uint64_t v = s.low[b] | (uint64_t)s.high[b] << 32;
         if (above + v >= target) {
@@ -2668,14 +2692,14 @@ template <int WAVE>
 RFK_DEVICE void rfk_draw_tighten(rfk_draw_shared &s, rfk_draw_row &row, uint32_t top_k, uint32_t top_p) {
     const double scale = 1.4426950408889634;
     uint32_t prefix = 0, shift = 32;
-    if (threadIdx.x == 0) s.target = top_k, s.above = 0;
+    if (threadIdx.x == 0) s.target = top_k, s.above = 0, s.bucket = RF_NONE;
     for (int level = 0; level < 3; level++) {
         const uint32_t bits = level < 2 ? 11 : 10, mask = (1u << bits) - 1;
         shift -= bits;
         for (uint32_t i = threadIdx.x; i <= mask; i += RFK_DRAW_BLOCK) s.low[i] = s.high[i] = 0;
         __syncthreads();
         for (uint32_t i = threadIdx.x; i < row.n; i += RFK_DRAW_BLOCK) {
-            const float logit = row.logits[i];
+            const float logit = rfk_draw_logit(s, row, i);
             const uint32_t key = rfk_logit_key(logit);
             if (key <= row.key || (level > 0 && key >> shift >> bits != prefix)) continue;
             rfk_draw_add(s, key >> shift & mask, top_k ? 1 : rfk_draw_weight(row.max, logit, scale));
@@ -2687,6 +2711,7 @@ RFK_DEVICE void rfk_draw_tighten(rfk_draw_shared &s, rfk_draw_row &row, uint32_t
         __syncthreads();
         if (threadIdx.x < WAVE) rfk_draw_find<WAVE>(s, mask + 1, level == 0 ? top_p : 0);
         __syncthreads();
+        if (s.bucket == RF_NONE) return; /* no numbers, or what has top_p goes on behind what was kept */
         prefix = prefix << bits | s.bucket;
         if (top_p && (((uint64_t)prefix + 1) << shift) <= row.floor) return;
     }
@@ -2697,20 +2722,22 @@ RFK_DEVICE void rfk_draw_tighten(rfk_draw_shared &s, rfk_draw_row &row, uint32_t
     __syncthreads();
 }
 
-/* Draw from the row: sums by waves of equal shares of the ids; the share that holds the point is shared out next. */
+/* Draw from the row: sums by waves of equal shares; the share that holds the point is shared out next. The point is
+ * that share of all, random in units of 2^-64; or, if the row is one part, the weight before it in that.
+ *   Returns which of the row's logits */
 template <int WAVE>
 RFK_DEVICE uint32_t rfk_draw_point(rfk_draw_shared &s, const rfk_draw_row &row, double scale, uint64_t random) {
     const uint32_t n_waves = RFK_DRAW_BLOCK / WAVE, wave = threadIdx.x / WAVE, lane = threadIdx.x % WAVE;
     const float equal_logit = rfk_key_logit(row.key);
     const uint64_t each = row.ties && row.key >= row.floor ? rfk_draw_weight(row.max, equal_logit, scale) : 0;
     uint32_t first = 0, end = row.n, ties = row.ties;
-    uint64_t point = 0;
+    uint64_t point = random;
     for (int round = 0;; round++) {
         const uint32_t share = (end - first + n_waves - 1) / n_waves;
         uint64_t sum = 0;
         uint32_t equal = 0;
         for (uint32_t i = lane; i < share && first + wave * share + i < end; i += WAVE) {
-            const float logit = row.logits[first + wave * share + i];
+            const float logit = rfk_draw_logit(s, row, first + wave * share + i);
             const uint32_t key = rfk_logit_key(logit);
             if (key > row.key && key >= row.floor) sum += rfk_draw_weight(row.max, logit, scale);
             equal += key == row.key;
@@ -2723,12 +2750,12 @@ RFK_DEVICE uint32_t rfk_draw_point(rfk_draw_shared &s, const rfk_draw_row &row, 
         __syncthreads();
         uint64_t total = 0;
         uint32_t left = ties, w = 0;
-        for (uint32_t i = 0; round == 0 && i < n_waves; i++) {
+        for (uint32_t i = 0; row.parts && round == 0 && i < n_waves; i++) {
             const uint32_t taken = s.equal[i] < left ? s.equal[i] : left;
             total += s.sum[i] + taken * each;
             left -= taken;
         }
-        if (round == 0) point = rfk_mul_high(random, total);
+        if (row.parts && round == 0) point = rfk_mul_high(random, total);
         for (; w + 1 < n_waves; w++) {
             const uint32_t taken = s.equal[w] < ties ? s.equal[w] : ties;
             const uint64_t weight = s.sum[w] + taken * each;
@@ -2756,53 +2783,201 @@ RFK_DEVICE float rfk_draw_changed(const rf_draw &draw, const rf_draw_change &cha
     return logit - (rfk_mul((float)change.count, draw.frequency) + draw.presence);
 }
 
-/* The largest logit of the row. */
-template <int WAVE> RFK_DEVICE float rfk_draw_max(rfk_draw_shared &s, const float *logits, uint32_t n) {
+/* A draw, and a part of its row: ids from `begin`. good: there is something to draw from. */
+struct rfk_draw_part_of {
+    rf_draw draw;
+    rfk_draw_part *parts;
+    float *logits, *kept; /* of the part */
+    uint16_t *places;
+    uint32_t begin, n;
+    bool good;
+};
+RFK_DEVICE rfk_draw_part_of rfk_draw_find_part(const rfk_draw_args &a, uint32_t draw, uint32_t part) {
+    rfk_draw_part_of p;
+    char *work = a.work + draw * a.work_bytes;
+    p.draw = a.draws[draw];
+    p.good = p.draw.row < a.n_rows && a.argmax[p.draw.row] >= 0 && p.draw.first_change <= a.n_changes &&
+             p.draw.n_changes <= a.n_changes - p.draw.first_change && p.draw.n_changes <= RF_DRAW_MAX_CHANGES;
+    p.begin = part * RF_DRAW_PART;
+    p.n = a.n - p.begin < RF_DRAW_PART ? a.n - p.begin : RF_DRAW_PART;
+    p.kept = reinterpret_cast<float *>(work) + p.begin;
+    p.places = reinterpret_cast<uint16_t *>(work + 4ull * RF_DRAW_PART * a.n_parts) + p.begin;
+    p.parts = reinterpret_cast<rfk_draw_part *>(work + 6ull * RF_DRAW_PART * a.n_parts);
+    p.logits = p.good ? a.logits + (size_t)p.draw.row * a.n + p.begin : NULL;
+    return p;
+}
+
+/* The thread's change, if its token is one of the part. */
+struct rfk_draw_patch {
+    float *at, before; /* NULL: none */
+};
+RFK_DEVICE rfk_draw_patch rfk_draw_apply(const rfk_draw_args &a, const rfk_draw_part_of &p) {
+    rfk_draw_patch patch = {NULL, 0};
+    if (threadIdx.x >= p.draw.n_changes) return patch;
+    const rf_draw_change change = a.changes[p.draw.first_change + threadIdx.x];
+    if (change.token - p.begin >= p.n) return patch;
+    patch.at = p.logits + (change.token - p.begin);
+    patch.before = *patch.at;
+    *patch.at = rfk_draw_changed(p.draw, change, patch.before);
+    return patch;
+}
+
+/* The largest logit of the row: the part's argmax, or, of a row that changes, what rfk_draw_maxima found. */
+template <int WAVE> RFK_DEVICE float rfk_draw_max(const rfk_draw_args &a, const rfk_draw_part_of &p) {
+    if (p.draw.n_changes == 0) return a.logits[(size_t)p.draw.row * a.n + a.argmax[p.draw.row]];
     uint32_t best = RFK_KEY_NONE;
-    for (uint32_t i = threadIdx.x; i < n; i += RFK_DRAW_BLOCK) {
-        const uint32_t key = rfk_logit_key(logits[i]);
+    for (uint32_t i = threadIdx.x % WAVE; i < a.n_parts; i += WAVE)
+        if (p.parts[i].max > best) best = p.parts[i].max;
+    return rfk_key_logit(rfk_wave_max<WAVE>(best));
+}
+
+/* Each part's largest logit, where logits change.   grid [parts, draws]   block 1024 */
+template <int WAVE> static __global__ void RFK_THREADS(RFK_DRAW_BLOCK) rfk_draw_maxima(rfk_draw_args a) {
+    if (!RFK_RUNS_WAVE(WAVE)) return;
+    RFK_SHARED(rfk_draw_shared, s);
+    const rfk_draw_part_of p = rfk_draw_find_part(a, blockIdx.y, blockIdx.x);
+    if (!p.good || p.draw.n_changes == 0) return;
+    const rfk_draw_patch patch = rfk_draw_apply(a, p);
+    uint32_t best = RFK_KEY_NONE;
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < p.n; i += RFK_DRAW_BLOCK) {
+        const uint32_t key = rfk_logit_key(p.logits[i]);
         if (key > best) best = key;
     }
     best = rfk_wave_max<WAVE>(best);
     if (threadIdx.x % WAVE == 0) s.equal[threadIdx.x / WAVE] = best;
     __syncthreads();
+    if (patch.at) *patch.at = patch.before;
+    if (threadIdx.x != 0) return;
     for (uint32_t i = 0; i < RFK_DRAW_BLOCK / WAVE; i++)
         if (s.equal[i] > best) best = s.equal[i];
-    __syncthreads();
-    return rfk_key_logit(best);
+    p.parts[blockIdx.x].max = best;
 }
 
-/*   grid draws   block 1024   17 KiB of LDS */
+/* *before and the sum of n of all threads before this one; *before becomes more by those of all. */
+template <int WAVE> RFK_DEVICE uint32_t rfk_draw_rank(rfk_draw_shared &s, uint32_t n, uint32_t *before) {
+    const uint32_t wave = threadIdx.x / WAVE, lane = threadIdx.x % WAVE;
+    uint32_t to = n, rank = *before;
+    for (uint32_t far = 1; far < WAVE; far *= 2) {
+        const uint32_t v = rfk_shuffle<WAVE>(to, (lane - far) % WAVE);
+        if (lane >= far) to += v;
+    }
+    if (lane == WAVE - 1) s.equal[wave] = to;
+    __syncthreads();
+    for (uint32_t w = 0; w < RFK_DRAW_BLOCK / WAVE; w++) {
+        if (w < wave) rank += s.equal[w];
+        *before += s.equal[w];
+    }
+    __syncthreads();
+    return rank + to - n;
+}
+
+/* Keys below are not chosen: those that min-p takes away; and with top-p those of which all n weights, at temperature
+ * 1, are less than 1 - top_p of the largest. With top-k and top-p all of the best k count. */
+RFK_DEVICE uint32_t rfk_draw_cut(const rf_draw &draw, uint32_t n, float max, bool top_k) {
+    float gap = draw.min_gap;
+    const uint32_t outside = 0u - draw.top_p; /* 1 - top_p, in units of 2^-32 */
+    if (top_k && draw.top_p) return 0;
+    if (draw.top_p && outside >= 1024) { /* else rounding of weights might count */
+        float bits = 0; /* n weights of 2^-bits are less than half of that */
+        for (uint64_t reach = outside; reach < (uint64_t)n << 33; reach *= 2) bits++;
+        gap = fmaxf(gap, -0.6931472f * bits);
+    }
+    return rfk_logit_key(max + gap);
+}
+
+/* Keep what may be chosen of each part.   grid [parts, draws]   block 1024   19 KiB of LDS */
+template <int WAVE> static __global__ void RFK_THREADS(RFK_DRAW_BLOCK) rfk_draw_keep(rfk_draw_args a) {
+    if (!RFK_RUNS_WAVE(WAVE)) return;
+    RFK_SHARED(rfk_draw_shared, s);
+    const rfk_draw_part_of p = rfk_draw_find_part(a, blockIdx.y, blockIdx.x);
+    if (!p.good) return;
+    const rfk_draw_patch patch = rfk_draw_apply(a, p);
+    rfk_draw_row row = {p.logits, rfk_draw_max<WAVE>(a, p), p.n, RFK_KEY_NONE, 0, 0, false};
+    const bool top_k = p.draw.top_k && p.draw.top_k < a.n;
+    const uint32_t cut = rfk_draw_cut(p.draw, a.n, row.max, top_k);
+    __syncthreads();
+    if (top_k && p.draw.top_k < p.n) rfk_draw_tighten<WAVE>(s, row, p.draw.top_k, 0);
+    uint64_t sum = 0, rest = 0;
+    uint32_t n_kept = 0, n_equal = 0;
+    const uint32_t first = 4 * threadIdx.x;
+    float v[4];
+    uint32_t key[4], keep = 0, equal = 0;
+    RFK_UNROLL(4)
+    for (uint32_t k = 0; k < 4; k++) v[k] = first + k < p.n ? p.logits[first + k] : -INFINITY;
+    RFK_UNROLL(4)
+    for (uint32_t k = 0; k < 4; k++) {
+        key[k] = rfk_logit_key(v[k]);
+        keep |= (uint32_t)(key[k] > row.key && key[k] >= cut) << k;
+        equal += key[k] == row.key;
+    }
+    if (row.ties) { /* the same in all threads */
+        uint32_t rank = rfk_draw_rank<WAVE>(s, equal, &n_equal);
+        for (uint32_t k = 0; k < 4; k++)
+            if (key[k] == row.key) keep |= (uint32_t)(rank++ < row.ties && key[k] >= cut) << k;
+    }
+    uint32_t at = rfk_draw_rank<WAVE>(s, (keep & 1) + (keep >> 1 & 1) + (keep >> 2 & 1) + (keep >> 3), &n_kept);
+    RFK_UNROLL(4)
+    for (uint32_t k = 0; k < 4; k++)
+        if (keep >> k & 1) {
+            p.kept[at] = v[k];
+            p.places[at++] = (uint16_t)(first + k);
+            if (!top_k && !p.draw.top_p) sum += rfk_draw_weight(row.max, v[k], p.draw.scale);
+        } else if (!top_k && p.draw.top_p && key[k] > RFK_KEY_NONE) {
+            rest += rfk_draw_weight(row.max, v[k], 1.4426950408889634);
+        }
+    for (int mask = WAVE / 2; mask > 0; mask /= 2) {
+        sum += rfk_shuffle_xor<WAVE>(sum, mask);
+        rest += rfk_shuffle_xor<WAVE>(rest, mask);
+    }
+    __syncthreads();
+    if (patch.at) *patch.at = patch.before;
+    if (threadIdx.x % WAVE == 0) s.sum[threadIdx.x / WAVE] = sum + rest; /* one of them is 0 */
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    for (uint32_t w = 1; w < RFK_DRAW_BLOCK / WAVE; w++) s.sum[0] += s.sum[w];
+    p.parts[blockIdx.x].sum = p.draw.top_p ? 0 : s.sum[0];
+    p.parts[blockIdx.x].rest = p.draw.top_p ? s.sum[0] : 0;
+    p.parts[blockIdx.x].n = n_kept;
+}
+
+/* Draw from what was kept.   grid draws   block 1024   19 KiB of LDS */
 template <int WAVE> static __global__ void RFK_THREADS(RFK_DRAW_BLOCK) rfk_draw(rfk_draw_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
     RFK_SHARED(rfk_draw_shared, s);
-    const rf_draw draw = a.draws[blockIdx.x];
-    const int32_t best = draw.row < a.n_rows ? a.argmax[draw.row] : -1;
-    const bool fits = draw.first_change <= a.n_changes && draw.n_changes <= a.n_changes - draw.first_change;
-    rfk_draw_row row;
-    if (best < 0 || !fits || draw.n_changes > RF_DRAW_MAX_CHANGES) {
-        if (threadIdx.x == 0) a.draws[blockIdx.x].token = -1;
+    const rfk_draw_part_of p = rfk_draw_find_part(a, blockIdx.x, 0);
+    int32_t *const token = &a.draws[blockIdx.x].token;
+    const float max = p.good ? rfk_draw_max<WAVE>(a, p) : -INFINITY;
+    if (!p.good || rfk_logit_key(max) <= RFK_KEY_NONE) {
+        if (threadIdx.x == 0) *token = -1;
         return;
     }
-    float *logits = a.logits + (size_t)draw.row * a.n, before = 0;
-    const bool changes = threadIdx.x < draw.n_changes;
-    rf_draw_change change = {0, 0, 0};
-    if (changes) change = a.changes[draw.first_change + threadIdx.x];
-    if (changes) before = logits[change.token], logits[change.token] = rfk_draw_changed(draw, change, before);
+    rfk_draw_part part = {0, 0, 0, 0};
+    uint32_t n = 0;
+    if (threadIdx.x < a.n_parts) part = p.parts[threadIdx.x];
+    const uint32_t rank = rfk_draw_rank<WAVE>(s, part.n, &n);
+    if (threadIdx.x < RFK_DRAW_PARTS) s.first[threadIdx.x] = threadIdx.x < a.n_parts ? rank : 0xffffffffu;
+    if (threadIdx.x < a.n_parts) s.parts[threadIdx.x] = part.sum + part.rest;
     __syncthreads();
-    row.logits = logits;
-    row.max = draw.n_changes ? rfk_draw_max<WAVE>(s, logits, a.n) : logits[best];
-    row.n = a.n;
-    row.key = RFK_KEY_NONE;
-    row.ties = 0;
-    row.floor = rfk_logit_key(row.max + draw.min_gap);
-    const bool any = rfk_logit_key(row.max) > RFK_KEY_NONE;
-    if (any && draw.top_k && draw.top_k < a.n) rfk_draw_tighten<WAVE>(s, row, draw.top_k, 0);
-    if (any && draw.top_p) rfk_draw_tighten<WAVE>(s, row, 0, draw.top_p);
-    const uint32_t token = any ? rfk_draw_point<WAVE>(s, row, draw.scale, draw.random) : 0xffffffffu;
-    __syncthreads();
-    if (changes) logits[change.token] = before;
-    if (threadIdx.x == 0) a.draws[blockIdx.x].token = (int32_t)token;
+    uint64_t total = 0;
+    for (uint32_t i = 0; i < a.n_parts; i++) total += s.parts[i];
+    if (threadIdx.x == 0) s.rest = total;
+    rfk_draw_row row = {p.kept, max, n, RFK_KEY_NONE, 0, rfk_logit_key(max + p.draw.min_gap), true};
+    const bool top_k = p.draw.top_k && p.draw.top_k < a.n;
+    uint64_t point = p.draw.random;
+    uint32_t begin = 0;
+    if (top_k) rfk_draw_tighten<WAVE>(s, row, p.draw.top_k, 0);
+    if (p.draw.top_p) rfk_draw_tighten<WAVE>(s, row, 0, p.draw.top_p);
+    if (!top_k && !p.draw.top_p) { /* the parts' sums say in which the point lies */
+        uint32_t i = 0;
+        for (point = rfk_mul_high(point, total); point >= s.parts[i]; i++) point -= s.parts[i];
+        row.n = (i + 1 < a.n_parts ? s.first[i + 1] : n) - s.first[i];
+        row.parts = false;
+        begin = i * RF_DRAW_PART;
+        row.logits += begin;
+    }
+    const uint32_t at = begin + rfk_draw_place(s, row, rfk_draw_point<WAVE>(s, row, p.draw.scale, point));
+    if (threadIdx.x == 0) *token = (int32_t)(at / RF_DRAW_PART * RF_DRAW_PART + p.places[at]);
 }
 
 /* The router, RF_OP_ROUTE: top-k experts of a row and their weights.   grid rows   block WAVE
@@ -14032,6 +14207,8 @@ static rf_result rfk_draw_tokens(rf_queue *q, const rf_mem *mem, const rf_draw_b
     if (r == RF_OK) r = rfk_range(mem, b->argmax, b->n_rows * sizeof(int32_t), "draw", err);
     if (r == RF_OK) r = rfk_range(mem, b->draws, b->n_draws * sizeof(rf_draw), "draw", err);
     if (r == RF_OK) r = rfk_range(mem, b->changes, b->n_changes * sizeof(rf_draw_change), "draw", err);
+    const uint64_t work_bytes = rf_draw_work_bytes(b->n_vocab);
+    if (r == RF_OK) r = rfk_range(mem, b->work, b->n_draws * work_bytes, "draw", err);
     if (r == RF_OK && (b->n_vocab == 0 || b->n_vocab > RF_DRAW_MAX_VOCAB))
         r = rfk_fail(err, RF_ERR_ARGUMENT, 0, b->n_vocab, "hip: draw from %u logits: want 1 to %u", b->n_vocab,
                      RF_DRAW_MAX_VOCAB);
@@ -14041,10 +14218,19 @@ static rf_result rfk_draw_tokens(rf_queue *q, const rf_mem *mem, const rf_draw_b
     char *base = (char *)mem->base;
     rfk_draw_args a = {(float *)(void *)(base + b->logits), (const int32_t *)(const void *)(base + b->argmax),
                        (rf_draw *)(void *)(base + b->draws),
-                       (const rf_draw_change *)(const void *)(base + b->changes), b->n_rows, b->n_vocab, b->n_changes};
+                       (const rf_draw_change *)(const void *)(base + b->changes), base + b->work, work_bytes,
+                       b->n_rows, b->n_vocab, b->n_changes, rfk_ceil_div(b->n_vocab, RF_DRAW_PART)};
+    const dim3 parts(a.n_parts, b->n_draws), block(RFK_DRAW_BLOCK);
     pthread_mutex_lock(&q->submit);
-    r = rfk_check(q->dev, err, rfk_launch(RFK_WITH_WAVE(q->dev, rfk_draw<32>, rfk_draw<64>), dim3(b->n_draws),
-                                          dim3(RFK_DRAW_BLOCK), q->stream, a), "hipLaunchKernel", "draw", 0);
+    if (b->n_changes)
+        r = rfk_check(q->dev, err, rfk_launch(RFK_WITH_WAVE(q->dev, rfk_draw_maxima<32>, rfk_draw_maxima<64>), parts,
+                                              block, q->stream, a), "hipLaunchKernel", "draw", 0);
+    if (r == RF_OK)
+        r = rfk_check(q->dev, err, rfk_launch(RFK_WITH_WAVE(q->dev, rfk_draw_keep<32>, rfk_draw_keep<64>), parts,
+                                              block, q->stream, a), "hipLaunchKernel", "draw", 0);
+    if (r == RF_OK)
+        r = rfk_check(q->dev, err, rfk_launch(RFK_WITH_WAVE(q->dev, rfk_draw<32>, rfk_draw<64>), dim3(b->n_draws),
+                                              block, q->stream, a), "hipLaunchKernel", "draw", 0);
     return rfk_end_submit(q, r, ticket, err);
 }
 

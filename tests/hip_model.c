@@ -840,7 +840,8 @@ static void draw_case(rf_device *d, uint32_t n, uint32_t kind, const rf_sampler_
     rf_dev *dev;
     const rf_device_api *api = rf_device_get_api(d, &dev);
     const uint64_t row_bytes = n * sizeof(float), all = DRAWS * row_bytes;
-    const uint64_t argmax_at = (all + 255) / 256 * 256, draws_at = argmax_at + 256, changes_at = draws_at + 4096;
+    const uint64_t argmax_at = (all + 255) / 256 * 256, draws_at = argmax_at + 256, changes_at = draws_at + 4096,
+                   work_at = changes_at + (sizeof(rf_draw_change[DRAWS][RF_DRAW_MAX_CHANGES]) + 255) / 256 * 256;
     float *logits = malloc(all), *copy = malloc(all);
     uint64_t state = n * 6 + kind;
     int32_t argmax[DRAWS];
@@ -871,12 +872,12 @@ static void draw_case(rf_device *d, uint32_t n, uint32_t kind, const rf_sampler_
     }
     memcpy(copy, logits, all);
     rf_result r = api->queue_create(dev, &q, &err);
-    if (r == RF_OK) r = api->mem_create(dev, changes_at + sizeof changes, &mem, &err);
+    if (r == RF_OK) r = api->mem_create(dev, work_at + DRAWS * rf_draw_work_bytes(n), &mem, &err);
     if (r == RF_OK) r = api->mem_write(q, &mem, 0, logits, all, &t, &err);
     if (r == RF_OK) r = api->mem_write(q, &mem, argmax_at, argmax, sizeof argmax, &t, &err);
     if (r == RF_OK) r = api->mem_write(q, &mem, draws_at, draws, sizeof draws, &t, &err);
     if (r == RF_OK) r = api->mem_write(q, &mem, changes_at, changes, sizeof changes, &t, &err);
-    const rf_draw_batch batch = {.argmax = argmax_at, .draws = draws_at, .changes = changes_at, .n_rows = DRAWS, .n_vocab = n,
+    const rf_draw_batch batch = {.argmax = argmax_at, .draws = draws_at, .changes = changes_at, .work = work_at, .n_rows = DRAWS, .n_vocab = n,
                                  .n_draws = DRAWS, .n_changes = n_changes};
     if (r == RF_OK) r = api->draw(q, &mem, &batch, &t, &err);
     if (r == RF_OK) r = api->mem_read(q, &mem, draws_at, draws, sizeof draws, &t, &err);
