@@ -20609,7 +20609,7 @@ static uint32_t rfi_session_eval_rows(const rf_model *m, const rf_session_desc *
 
 /* The arrays of a session in host memory: where, type, member, elements for model m and desc d. */
 #define RFI_SESSION_ARRAYS(X)                                                                                          \
-    X(RFI_ZEROED, uint64_t, buffer_offset, m->plan.n_buffers + 3ull) /* bytes into scratch; then of draws' three     */ \
+    X(RFI_ZEROED, uint64_t, buffer_offset, m->plan.n_buffers + 3ull) /* bytes into scratch; then draws' three     */  \
     X(RFI_ZEROED, uint64_t, state_offset, m->plan.n_states)   /* bytes into state                                  */  \
     X(RFI_ZEROED, uint32_t, state_cells, m->plan.n_states)    /* KV cache cells of a sequence                      */  \
     X(RFI_ZEROED, uint32_t, segment_ops, m->plan.n_ops + 2ull)   /* [n_segments + 1] first op                      */  \

@@ -2657,33 +2657,32 @@ RFK_DEVICE void rfk_draw_add(rfk_draw_shared &s, uint32_t bucket, uint64_t v) {
     if (high) atomicAdd(&s.high[bucket], high);
 }
 
-/* From the largest digit down: in which bucket do the sums reach the target, and what is above it? By one wave; each
- * lane has neighbouring buckets. top_p: the target is that share of all, s.rest included, else s.target. If it is not
- * reached, s.bucket stays. */
-template <int WAVE> RFK_DEVICE void rfk_draw_find(rfk_draw_shared &s, uint32_t n_buckets, uint32_t top_p) {
-    const uint32_t share = n_buckets / WAVE, begin = n_buckets - (threadIdx.x + 1) * share;
-    uint64_t own = 0;
-    for (uint32_t i = 0; i < share; i++) own += s.low[begin + i] | (uint64_t)s.high[begin + i] << 32;
-    uint64_t to = own; /* of this lane's and those above */
+/* From the largest digit down: in which bucket do the sums reach the target, and what is above it? Each thread has
+ * `share` neighbouring buckets. top_p: the target is that share of all, s.rest included, else s.target. If it is not
+ * reached, s.bucket stays. All threads have reached the sums; the caller waits for what this writes. */
+template <int WAVE> RFK_DEVICE void rfk_draw_find(rfk_draw_shared &s, uint32_t share, uint32_t top_p) {
+    const uint32_t wave = threadIdx.x / WAVE, lane = threadIdx.x % WAVE;
+    const uint32_t first = share * (RFK_DRAW_BLOCK - 1 - threadIdx.x), last = first + share - 1;
+    const uint64_t largest = s.low[last] | (uint64_t)s.high[last] << 32;
+    const uint64_t own = share == 1 ? largest : largest + (s.low[first] | (uint64_t)s.high[first] << 32);
+    uint64_t target = s.target, above = s.above, total = s.above, to = own; /* to: of this lane's and those above */
     for (uint32_t far = 1; far < WAVE; far *= 2) {
-        const uint64_t v = rfk_shuffle<WAVE>(to, (threadIdx.x - far) % WAVE);
-        if (threadIdx.x >= far) to += v;
+        const uint64_t v = rfk_shuffle<WAVE>(to, (lane - far) % WAVE);
+        if (lane >= far) to += v;
     }
-    const uint64_t total = s.above + rfk_shuffle<WAVE>(to, WAVE - 1);
-    uint64_t target = s.target, above = s.above + to - own;
+    if (lane == WAVE - 1) s.sum[wave] = to;
+    __syncthreads();
+    for (uint32_t w = 0; w < RFK_DRAW_BLOCK / WAVE; w++) {
+        if (w < wave) above += s.sum[w];
+        total += s.sum[w];
+    }
+    above += to - own;
     if (top_p) target = rfk_mul_high(total + s.rest, (uint64_t)top_p << 32);
     else if (target > total) target = total; /* top-k of fewer than k numbers */
     if (target == 0) target = 1;
-    rfk_sync_lanes<WAVE>();
     if (total == 0 || above >= target || above + own < target) return;
-    for (uint32_t b = begin + share; b-- > begin;) {
-        const uint64_t v = s.low[b] | (uint64_t)s.high[b] << 32;
-        if (above + v >= target) {
-            s.bucket = b, s.above = above, s.target = target;
-            return;
-        }
-        above += v;
-    }
+    const bool in_first = above + largest < target;
+    s.bucket = in_first ? first : last, s.above = in_first ? above + largest : above, s.target = target;
 }
 
 /* Cut to the best top_k, or, if that is 0, to the best that hold top_p of the weight at temperature 1, as
@@ -2709,7 +2708,7 @@ RFK_DEVICE void rfk_draw_tighten(rfk_draw_shared &s, rfk_draw_row &row, uint32_t
             rfk_draw_add(s, row.key >> shift & mask, row.ties * rfk_draw_weight(row.max, logit, scale));
         }
         __syncthreads();
-        if (threadIdx.x < WAVE) rfk_draw_find<WAVE>(s, mask + 1, level == 0 ? top_p : 0);
+        rfk_draw_find<WAVE>(s, (mask + 1) / RFK_DRAW_BLOCK, level == 0 ? top_p : 0);
         __syncthreads();
         if (s.bucket == RF_NONE) return; /* no numbers, or what has top_p goes on behind what was kept */
         prefix = prefix << bits | s.bucket;
