@@ -5451,7 +5451,6 @@ struct rf_device {
     _Atomic uint64_t weight_bytes; /* allocated for weights now                                              */
     rfi_monitor monitor;           /* guards what follows                                                    */
     rfi_store *stores;
-    _Atomic uint32_t n_waiting;    /* calls that wait until a store is idle                                  */
     uint64_t clock;                /* counts uses of stores, for LRU                                         */
     rf_dev *fallback_dev;          /* CPU device for experts that the CPU computes; NULL until some are      */
 };
@@ -5697,6 +5696,15 @@ typedef struct rfi_share {
     rfi_placement placement;
 } rfi_share;
 
+/* A session's step that runs ahead of the host (>>draw). Between two calls its store has it in a list: whoever wants the
+ * store to be idle then waits for it. */
+typedef struct rfi_ahead {
+    struct rfi_ahead *next; /* guarded by device.monitor, as is `holds` while it is in the list */
+    rf_ticket ticket;
+    int runs;               /* 1: there is one, perhaps done                                    */
+    int holds;              /* 1: all tensors are held for it                                   */
+} rfi_ahead;
+
 /* Counters, without a lock. */
 typedef struct rfi_stats {
     _Atomic uint64_t tensors_loaded, residents_loaded, bytes_loaded; /* now                       */
@@ -5729,6 +5737,7 @@ struct rfi_store {
     /* guarded by device.monitor */
     rfi_store *next;
     rfi_share share;
+    rfi_ahead *ahead; /* steps that run while no call is in progress */
 
     /* By the placement: changes only while no call is active, so that calls read it without a lock; as do stream.n_uses
      * and cache.n_frames. */
@@ -7562,6 +7571,26 @@ static rfi_store *rfi_budget_lru(const rfi_store *s) { /* device.monitor held */
     return lru;
 }
 
+static void rfi_store_leave(rfi_store *s);
+
+/* Wait for the steps of a store that run ahead while no call is in progress, and end their holds. Returns whether there
+ * were some. */
+static int rfi_store_reclaim(rfi_store *s) { /* device.monitor held */
+    const int any = s->ahead != NULL;
+    for (; s->ahead; s->ahead = s->ahead->next) {
+        (void)s->device->api->ticket_wait(&s->ahead->ticket, RFI_WAIT_MS, NULL);
+        s->ahead->holds = 0;
+        rfi_store_release_all(s);
+        rfi_store_leave(s);
+    }
+    return any;
+}
+static int rfi_budget_reclaim(rf_device *d) { /* device.monitor held */
+    int any = 0;
+    for (rfi_store *s = d->stores; s; s = s->next) any |= rfi_store_reclaim(s);
+    return any;
+}
+
 /* Have a share of the device's budget. A cancel since `cancels` was read ends the wait for models in use. */
 static rf_result rfi_budget_acquire(rfi_store *s, uint64_t cancels, rf_error *err) { /* device.monitor held, yields */
     const uint64_t own = s->desc.budget_bytes ? s->desc.budget_bytes : UINT64_MAX;
@@ -7580,13 +7609,13 @@ static rf_result rfi_budget_acquire(rfi_store *s, uint64_t cancels, rf_error *er
         const uint64_t rest = rfi_min_u64(own, limit > others ? limit - others : 0);
         if (others == 0 || rfi_placement_choose(s, rest, p, NULL) == RF_OK) {
             rfi_placement_apply(s);
+        } else if (rfi_budget_reclaim(s->device)) {
+            continue;
         } else if (atomic_load(&s->cancels) != cancels) {
             return rfi_fail(err, RF_ERR_CANCELLED, 0, "%s: cancelled while it waited for its share of the device",
                             rfi_gguf_path(s->g));
         } else {
-            atomic_fetch_add(&s->device->n_waiting, 1);
             rfi_monitor_poll(&s->device->monitor); /* until a store becomes idle */
-            atomic_fetch_sub(&s->device->n_waiting, 1);
         }
     }
     return RF_OK;
@@ -7690,11 +7719,14 @@ static rf_result rfi_store_begin(rfi_store *s, uint64_t *cancels, rf_error *err)
     return r;
 }
 
+static void rfi_store_leave(rfi_store *s) { /* device.monitor held */
+    for (rfi_store *used = s; used; used = used->share.placement.lender ? used->lender : NULL)
+        if (--used->share.n_active == 0) rfi_monitor_wake(&s->device->monitor);
+}
 static void rfi_store_end(rfi_store *s) {
     rfi_store_see_cancels(s);
     rfi_monitor_lock(&s->device->monitor);
-    for (rfi_store *used = s; used; used = used->share.placement.lender ? used->lender : NULL)
-        if (--used->share.n_active == 0) rfi_monitor_wake(&s->device->monitor);
+    rfi_store_leave(s);
     rfi_monitor_unlock(&s->device->monitor);
 }
 
@@ -7871,6 +7903,7 @@ static rf_result rfi_store_preload(rfi_store *s, const uint32_t *layers, uint32_
 /* Clear what no call uses; if none is active, also give up the share of the budget. Returns the tensors left. */
 static uint32_t rfi_store_clear_unused(rfi_store *s) {
     rfi_monitor_lock(&s->device->monitor); /* so that no call begins meanwhile */
+    rfi_store_reclaim(s);
     const int idle = s->share.n_active == 0;
     const uint32_t left = idle ? rfi_store_unplace(s) : rfi_store_clear(s, 0);
     rfi_monitor_unlock(&s->device->monitor);
@@ -20660,8 +20693,7 @@ struct rf_session {
     uint32_t n_logits;            /* rows of the last eval that asked for logits             */
     uint32_t first_hidden;        /* row of `hidden` for the first one of a micro-batch      */
     const uint32_t *step_chosen;  /* rf_step.chosen of the step in progress                  */
-    int runs_ahead;               /* 1: a step of rfi_ahead_step may be running, which holds all tensors */
-    rf_ticket ahead;              /* of it                                                   */
+    rfi_ahead ahead;
     _Atomic uint32_t n_users;     /* schedulers                                              */
     _Atomic int cancel;
     uint32_t owns_model;          /* 1: rf_session_open_file opened the model, its device and file */
@@ -21088,6 +21120,7 @@ static uint32_t rfi_snapshot_take(rf_session *s, uint32_t seq, uint32_t pos, uin
     for (uint32_t i = 0; i < s->n_slots; i++) {
         const uint32_t at = slots[i].pos;
         if (at && (at == begin || at == s->lengths[seq] || (seq == 0 && at == s->rollback))) continue;
+        if (at && s->ahead.runs && at + 1 == s->lengths[seq]) continue; /* the step before may fail */
         const int late = slots[i].written && s->rows[slots[i].row].logits_row >= 0 ? 2 : slots[i].prompt;
         const uint64_t loss = at == 0 ? 0 : rfi_snapshot_gap(s, seq, at, pos) + ((uint64_t)late << 32);
         if (loss < min_loss) min_loss = loss, best = &slots[i];
@@ -32336,51 +32369,56 @@ ROCMFORGE_API rf_result rf_session_sample(rf_session *s, uint32_t i, rf_sampler 
  * does not wait for the host between two tokens. The host gets the token while that step runs. If the text ends with
  * it, the step is cut off again. */
 
-/* Whether all that a step of sequence seq needs is on the device, and stays there, and nobody waits for it to be given
- * back. */
-static int rfi_ahead_is_ready(const rf_session *s, uint32_t seq) {
-    const rf_model *m = s->m;
-    const rfi_store *store = m->store;
-    if (!s->draws || !m->device->is_gpu || rfi_group_size(m->device) > 1 || m->plan.given != RF_NONE) return 0;
-    if (s->desc.mtp || s->fallback || store->in_place || store->cache.n_frames || store->n_lent) return 0;
-    return s->lengths[seq] < s->desc.n_ctx && s->n_logits == 1 && !s->is_copied[0] && rfi_store_all_loaded(store) &&
-           !atomic_load(&s->cancel) && !atomic_load(&m->device->n_waiting);
-}
-
-/* Each step that runs ahead holds all tensors until it has ended. */
+/* Steps that run ahead hold all tensors, if they are on the device, until the last one has ended. Returns whether. */
 static int rfi_ahead_hold(rf_session *s) {
-    if (rfi_store_begin(s->m->store, &s->loading_cancels, NULL) != RF_OK) return 0;
-    s->holds_all = rfi_store_hold_all(s->m->store);
-    if (!s->holds_all) rfi_store_end(s->m->store);
-    return s->holds_all;
+    rfi_store *store = s->m->store;
+    if (atomic_load(&store->stats.tensors_loaded) != store->plan.n_slots || store->in_place) return 0;
+    if (rfi_store_begin(store, &s->loading_cancels, NULL) != RF_OK) return 0;
+    s->ahead.holds = !store->cache.n_frames && !store->n_lent && rfi_store_hold_all(store);
+    if (!s->ahead.holds) rfi_store_end(store);
+    return s->ahead.holds;
 }
 static void rfi_ahead_release(rf_session *s) {
+    if (!s->ahead.holds) return;
+    s->ahead.holds = 0;
     rfi_store_release_all(s->m->store);
     rfi_store_end(s->m->store);
 }
 
-/* Submit the step of the token that lies at token_at of the scratch memory. Its place in the sequence stays free
- * until rfi_ahead_accept. Returns whether it was submitted; if not, rf_session_eval will say why. */
-static int rfi_ahead_submit(rf_session *s, uint32_t seq, uint64_t token_at, rf_ticket *ticket) {
-    const rf_token_row row = {.seq = (int32_t)seq, .pos = RF_POS_NEXT, .want_logits = 1};
-    const uint32_t chosen = (uint32_t)(1 + token_at / sizeof(int32_t));
-    uint32_t n_logits = 0;
-    memcpy(s->eval_lengths, s->lengths, s->desc.n_seq_max * sizeof *s->eval_lengths);
-    memcpy(s->eval_ends, s->lengths, s->desc.n_seq_max * sizeof *s->eval_ends);
-    s->eval_ends[seq]++;
-    s->step_chosen = &chosen;
-    const rf_result r = rfi_eval_batch(s, &row, 1, 0, &n_logits, ticket, NULL);
-    s->step_chosen = NULL;
-    s->holds_all = 0;
-    rfi_session_raise_min_keep(s, seq, s->eval_lengths[seq]);
-    if (r == RF_ERR_CANCELLED) atomic_store(&s->cancel, 1); /* the next eval's */
-    if (r != RF_OK) rfi_session_cut(s, seq, s->lengths[seq], NULL);
-    return r == RF_OK;
+/* Leave a step running until the next call, which begins with rfi_ahead_enter. Others may end its hold meanwhile. */
+static void rfi_ahead_leave(rf_session *s) {
+    rfi_store *store = s->m->store;
+    rfi_monitor_lock(&store->device->monitor);
+    s->ahead.next = store->ahead;
+    store->ahead = &s->ahead;
+    rfi_monitor_wake(&store->device->monitor);
+    rfi_monitor_unlock(&store->device->monitor);
+}
+static void rfi_ahead_enter(rf_session *s) {
+    rfi_ahead **at = &s->m->store->ahead;
+    rfi_monitor_lock(&s->m->store->device->monitor);
+    while (*at && *at != &s->ahead) at = &(*at)->next;
+    if (*at) *at = s->ahead.next;
+    rfi_monitor_unlock(&s->m->store->device->monitor);
+}
+
+/* Whether a step of sequence seq may run ahead. If that is cut off, it has been one token longer: a ring must still have
+ * what rf_session_truncate promises. */
+static int rfi_ahead_is_ready(rf_session *s, uint32_t seq) {
+    const rf_model *m = s->m;
+    int fits = s->lengths[seq] < s->desc.n_ctx;
+    for (uint32_t i = 0; i < m->plan.n_states; i++) {
+        const uint32_t window = m->plan.states[i].window;
+        fits &= !window || s->state_cells[i] >= rfi_min_u64(s->desc.n_ctx, (uint64_t)window + s->desc.n_batch);
+    }
+    return fits && s->draws && m->device->is_gpu && rfi_group_size(m->device) == 1 && m->plan.given == RF_NONE &&
+           !s->desc.mtp && !s->fallback && s->n_logits == 1 && !s->is_copied[0] && !atomic_load(&s->cancel) &&
+           (s->ahead.runs || rfi_ahead_hold(s)) && s->ahead.holds;
 }
 
 /* The step that runs ahead has ended, with r: what it leaves in the sequence begins with n tokens. */
 static rf_result rfi_ahead_end(rf_session *s, uint32_t seq, uint32_t n, rf_result r) {
-    s->runs_ahead = 0;
+    s->ahead.runs = 0;
     rfi_ahead_release(s);
     rfi_session_cut(s, seq, n, NULL);
     s->n_logits = 0;
@@ -32389,9 +32427,31 @@ static rf_result rfi_ahead_end(rf_session *s, uint32_t seq, uint32_t n, rf_resul
 
 /* Cut off the step that runs ahead, if there is one: its token is none of the sequence's. */
 static void rfi_ahead_cancel(rf_session *s, uint32_t seq) {
-    if (!s->runs_ahead) return;
-    (void)s->m->device->api->ticket_wait(&s->ahead, RFI_WAIT_MS, NULL);
+    if (!s->ahead.runs) return;
+    rfi_ahead_enter(s);
+    (void)s->m->device->api->ticket_wait(&s->ahead.ticket, RFI_WAIT_MS, NULL);
     rfi_ahead_end(s, seq, s->lengths[seq], RF_OK);
+}
+
+/* Submit the step of the token that lies at token_at of the scratch memory. Its place in the sequence stays free
+ * until rfi_ahead_accept. If it cannot be submitted, rf_session_eval will say why. */
+static void rfi_ahead_submit(rf_session *s, uint32_t seq, uint64_t token_at) {
+    const rf_token_row row = {.seq = (int32_t)seq, .pos = RF_POS_NEXT, .want_logits = 1};
+    const uint32_t chosen = (uint32_t)(1 + token_at / sizeof(int32_t));
+    uint32_t n_logits = 0;
+    memcpy(s->eval_lengths, s->lengths, s->desc.n_seq_max * sizeof *s->eval_lengths);
+    memcpy(s->eval_ends, s->lengths, s->desc.n_seq_max * sizeof *s->eval_ends);
+    s->eval_ends[seq]++;
+    s->step_chosen = &chosen;
+    s->holds_all = 1;
+    const rf_result r = rfi_eval_batch(s, &row, 1, 0, &n_logits, &s->ahead.ticket, NULL);
+    s->step_chosen = NULL;
+    s->holds_all = 0;
+    rfi_session_raise_min_keep(s, seq, s->eval_lengths[seq]);
+    if (r == RF_ERR_CANCELLED) atomic_store(&s->cancel, 1); /* the next eval's */
+    if (r != RF_OK) rfi_session_cut(s, seq, s->lengths[seq], NULL);
+    s->ahead.runs = r == RF_OK;
+    if (r == RF_OK) rfi_ahead_leave(s);
 }
 
 /* The token of the step that runs ahead is the sequence's next one. Returns as rf_session_eval; errors of the device
@@ -32401,6 +32461,7 @@ static rf_result rfi_ahead_accept(rf_session *s, uint32_t seq, int32_t token, rf
         rfi_ahead_cancel(s, seq);
         return rfi_fail(err, RF_ERR_CANCELLED, 0, "rf_session_eval: cancelled by rf_session_cancel");
     }
+    rfi_ahead_enter(s);
     s->tokens[(uint64_t)seq * s->desc.n_ctx + s->lengths[seq]++] = token;
     s->n_logits = 1;
     s->is_copied[0] = 0;
@@ -32411,22 +32472,22 @@ static rf_result rfi_ahead_accept(rf_session *s, uint32_t seq, int32_t token, rf
 static rf_result rfi_ahead_wait(rf_session *s, uint32_t seq, rf_error *err) {
     rf_result r = rfi_session_read(s, s->buffer_offset[s->m->plan.argmax], s->argmax, sizeof *s->argmax, err);
     if (r != RF_OK) return rfi_ahead_end(s, seq, s->lengths[seq] - 1, r);
-    s->runs_ahead = 0;
+    s->ahead.runs = 0;
     rfi_ahead_release(s);
     return r;
 }
 
 /* rf_session_sample of row 0, which is of sequence seq's last token. goes_on: if the text does not end, the token is
- * evaluated next, so that its step may run ahead. */
+ * evaluated next, so that its step may run ahead. On failure the last token may have been cut off. */
 static rf_result rfi_ahead_sample(rf_session *s, uint32_t seq, rf_sampler *sampler, int goes_on, int32_t *token,
                                   rf_error *err) {
     const rf_device_api *api = s->m->device->api;
     const rf_plan *plan = &s->m->plan;
-    const int greedy = rfi_sampler_takes_any(sampler), ran = s->runs_ahead;
-    rf_ticket chosen = {0}, step = {0};
+    const int greedy = rfi_sampler_takes_any(sampler), ran = s->ahead.runs;
+    const rf_ticket before = s->ahead.ticket;
+    rf_ticket chosen = {0};
     rf_result r = RF_OK;
-    if (!goes_on || !rfi_ahead_is_ready(s, seq) || !(greedy || rfi_session_draw_of(s, 0, sampler, 0)) ||
-        !rfi_ahead_hold(s)) {
+    if (!goes_on || !(greedy || rfi_session_draw_of(s, 0, sampler, 0)) || !rfi_ahead_is_ready(s, seq)) {
         if (ran) r = rfi_ahead_wait(s, seq, err);
         return r == RF_OK ? rf_session_sample(s, 0, sampler, token, err) : r;
     }
@@ -32434,18 +32495,15 @@ static rf_result rfi_ahead_sample(rf_session *s, uint32_t seq, rf_sampler *sampl
     if (greedy) r = api->mem_read(s->queue, &s->scratch, at, s->argmax, sizeof *s->argmax, &chosen, err);
     else r = rfi_session_submit_draws(s, 1, &chosen, err), at = s->buffer_offset[plan->n_buffers] +
                                                                  offsetof(rf_draw, token);
-    const int runs = r == RF_OK && rfi_ahead_submit(s, seq, at, &step);
+    if (r == RF_OK) rfi_ahead_submit(s, seq, at);
     if (r == RF_OK) r = api->ticket_wait(&chosen, RFI_WAIT_MS, err);
-    if (ran && r != RF_OK) (void)api->ticket_wait(&s->ahead, RFI_WAIT_MS, NULL);
-    if (ran) rfi_ahead_release(s);
-    s->ahead = step, s->runs_ahead = runs;
-    if (!runs) rfi_ahead_release(s);
     if (r != RF_OK) {
-        rfi_ahead_cancel(s, seq);
-        if (ran) rfi_session_cut(s, seq, s->lengths[seq] - 1, NULL);
-        s->n_logits = 0;
-        return r;
+        const int lost = ran && api->ticket_wait(&before, RFI_WAIT_MS, NULL) != RF_OK;
+        rfi_ahead_enter(s);
+        (void)api->ticket_wait(&s->ahead.ticket, RFI_WAIT_MS, NULL);
+        return rfi_ahead_end(s, seq, s->lengths[seq] - lost, r);
     }
+    if (!s->ahead.runs) rfi_ahead_release(s);
     *token = greedy ? s->argmax[0] : s->draws[0].token;
     if (*token >= 0 && !greedy && sampler->desc.temperature > 0) rfi_random_bits(sampler->rng);
     if (*token >= 0) return rf_sampler_accept(sampler, *token), RF_OK;
@@ -34465,7 +34523,7 @@ static rf_result rfi_generate_step(rfi_generating *g, int32_t token) {
     rf_session *s = g->s;
     g->row = g->n_drafts = 0;
     if (!drafter)
-        return s->runs_ahead ? rfi_ahead_accept(s, (uint32_t)g->d->seq, token, g->err)
+        return s->ahead.runs ? rfi_ahead_accept(s, (uint32_t)g->d->seq, token, g->err)
                              : rfi_generate_eval(g, &token, 1);
     const double start = rfi_now();
     rfi_drafter_append(drafter, token);
@@ -34678,9 +34736,12 @@ static rf_result rfi_generate_run(rfi_generating *g) {
     while (r == RF_OK) {
         int32_t token = -1;
         if (g->matcher) rf_answer_guide(g->answer, g->matcher, g->sampler);
+        const uint32_t n = g->s->lengths[d->seq];
         const int goes_on = !d->max_tokens || result->n_generated + 1 < d->max_tokens;
         if (d->drafter) r = rf_session_sample(g->s, g->row, g->sampler, &token, g->err);
         else r = rfi_ahead_sample(g->s, (uint32_t)d->seq, g->sampler, goes_on, &token, g->err);
+        if (r != RF_OK && g->s->lengths[d->seq] < n) /* its step ran ahead, and failed */
+            result->last_token = g->s->tokens[(uint64_t)(uint32_t)d->seq * g->s->desc.n_ctx + n - 1];
         if (r != RF_OK) return r;
         result->last_token = token;
         result->n_generated++;

@@ -1,0 +1,441 @@
+/* hip_ahead.c: steps that begin before the host knows their token, on an emulated GPU: tokens, lengths and errors are those
+ * of a device that does not draw, where no step runs ahead. */
+#define ROCMFORGE_IMPLEMENTATION
+#include "rocmforge.h"
+#include "hip_emu.h"
+#include "make_gguf.h"
+#include "rf_test.h"
+#include "rf_rig.h"
+#include <pthread.h>
+
+/* ---- a device whose calls are watched ---- */
+
+enum { RUN_AHEAD, WAIT, DRAW, READ, N_CALLS };
+static const rf_device_api *real;
+static rf_device_api watched, plain; /* plain: it does not draw */
+static uint32_t n_ahead, n_runs;     /* steps that ran ahead; all */
+static int fails_in[N_CALLS];        /* that many calls work before one fails; -1: none fails */
+static uint32_t cancel_at;           /* rf_session_cancel while that run is submitted; 0: never */
+static rf_session *cancels;
+
+static int fails(int call) { return fails_in[call] >= 0 && fails_in[call]-- == 0; }
+static rf_result failed(rf_error *err) { return rfi_fail(err, RF_ERR_DEVICE, 0, "the device does no more"); }
+
+static rf_result watch_run(rf_prepared *p, rf_queue *q, uint32_t first, uint32_t last, const rf_step *step,
+                           rf_ticket *ticket, rf_error *err) {
+    const int ahead = first == 0 && step->chosen;
+    n_runs += first == 0, n_ahead += ahead;
+    if (first == 0 && n_runs == cancel_at) rf_session_cancel(cancels);
+    if (ahead && fails(RUN_AHEAD)) return failed(err);
+    return real->plan_run(p, q, first, last, step, ticket, err);
+}
+static rf_result watch_wait(const rf_ticket *ticket, uint32_t timeout_ms, rf_error *err) {
+    const rf_result r = real->ticket_wait(ticket, timeout_ms, err);
+    return ticket->value && fails(WAIT) ? failed(err) : r;
+}
+static rf_result watch_draw(rf_queue *q, const rf_mem *mem, const rf_draw_batch *batch, rf_ticket *ticket, rf_error *err) {
+    return fails(DRAW) ? failed(err) : real->draw(q, mem, batch, ticket, err);
+}
+static rf_result watch_read(rf_queue *q, const rf_mem *src, uint64_t at, void *dst, uint64_t n, rf_ticket *ticket, rf_error *err) {
+    return fails(READ) ? failed(err) : real->mem_read(q, src, at, dst, n, ticket, err);
+}
+
+/* ---- models ---- */
+
+typedef struct model {
+    const char *name, *path; /* of a file; NULL: made */
+    mg_options options;
+    rf_session_desc session;
+    int never;               /* 1: no step may run ahead */
+} model;
+static const model models[] = {
+    {"llama", NULL, {.type = MG_Q8_0, .seed = 3}, {.n_ctx = 64}, 0},
+    {"mixture", NULL, {.arch = "qwen3moe", .type = MG_Q4_K, .use_mix = 1, .mix_type = MG_Q6_K, .n_experts = 9, .n_used = 3, .seed = 5}, {.n_ctx = 64}, 0},
+    {"recurrent", "tests/family/qwen35.gguf", {0}, {.n_ctx = 64, .n_snapshots = 1}, 0},
+    {"hybrid", "tests/family/falcon-h1.gguf", {0}, {.n_ctx = 64}, 0},
+    {"window", NULL, {.arch = "gemma3", .type = MG_Q8_0, .window = 8, .n_layers = 2, .seed = 9, .n_ctx = 512}, {.n_ctx = 300, .n_batch = 1}, 0},
+    {"tight window", NULL, {.arch = "gemma3", .type = MG_Q8_0, .window = 256, .n_layers = 1, .seed = 9, .n_ctx = 512}, {.n_ctx = 300, .n_batch = 1}, 1},
+};
+
+static int open_model(rig *r, const model *m, const mg_buf *file, int ahead) {
+    rf_session_desc sd = m->session;
+    memset(r, 0, sizeof *r);
+    if (!file && !m->path) mg_llama(&r->file, &m->options), file = &r->file;
+    rf_result res = m->path && !file ? rf_gguf_open(m->path, NULL, &r->g, &r->err)
+                                     : rf_gguf_open_memory(file->data, file->n, NULL, &r->g, &r->err);
+    if (res == RF_OK) res = rf_device_open("hip:0", NULL, &r->d, &r->err);
+    if (res == RF_OK) {
+        plain = watched = *(real = r->d->api);
+        watched.plan_run = watch_run, watched.ticket_wait = watch_wait, watched.draw = watch_draw, watched.mem_read = watch_read;
+        plain.draw = NULL;
+        for (int i = 0; i < N_CALLS; i++) fails_in[i] = -1;
+        n_ahead = n_runs = cancel_at = 0;
+        r->d->api = ahead ? &watched : &plain;
+        res = rf_model_open(r->g, r->d, NULL, &r->m, &r->err);
+    }
+    if (res == RF_OK) res = rf_session_open(r->m, &sd, &r->s, &r->err);
+    CHECK(res == RF_OK, "%s: %s", m->name, r->err.text);
+    if (res == RF_OK) r->n_vocab = rf_model_get_info(r->m).n_vocab;
+    return res == RF_OK;
+}
+
+/* Nothing is held any more. */
+static void close_model(rig *r) {
+    uint32_t left = 1;
+    CHECK(!r->m || (rf_model_clear_device_cache(r->m, &left, NULL) == RF_OK && left == 0), "%u tensors are held", left);
+    if (r->d) r->d->api = real;
+    rig_close(r);
+}
+
+/* ---- what is said ---- */
+
+enum { SAID = 400 };
+typedef struct said {
+    int32_t ids[SAID], held[SAID]; /* tokens given out; of the sequence in the end */
+    uint32_t n, stop_at, cancel_at, n_parts;
+    struct { rf_result code; int finish; uint32_t n_generated, length, cut; int32_t last; } part[8];
+    char text[80];                 /* of the error */
+} said;
+static rf_session *now;
+
+static int on_token(int32_t token, void *user) {
+    said *o = user;
+    if (o->n < SAID) o->ids[o->n++] = token;
+    if (o->n == o->cancel_at) rf_session_cancel(now);
+    return o->n == o->stop_at;
+}
+
+/* One rf_generate, and what it leaves; behind it the sequence is cut by `cut` tokens. */
+static rf_generate_result say(rig *r, said *o, rf_generate_desc d, uint32_t cut) {
+    rf_generate_result result;
+    uint32_t kept = 0;
+    now = r->s, d.on_token = on_token, d.user = o;
+    const rf_result code = rf_generate(r->s, &d, &result, &r->err);
+    const uint32_t length = rf_session_length(r->s, 0), k = o->n_parts++ % 8;
+    snprintf(o->text, sizeof o->text, "%s", code ? r->err.text : "");
+    if (cut) CHECK(rf_session_truncate(r->s, 0, length - cut, &kept, &r->err) == RF_OK, "%s", r->err.text);
+    o->part[k].code = code, o->part[k].finish = (int)result.finish, o->part[k].n_generated = result.n_generated;
+    o->part[k].length = length, o->part[k].last = result.last_token, o->part[k].cut = r->s->n_slots ? 0 : kept;
+    memset(o->held, 0, sizeof o->held);
+    memcpy(o->held, r->s->tokens, rf_session_length(r->s, 0) * sizeof *o->held);
+    if (r->s->n_slots && cut) memset(o->held, 0, sizeof o->held);
+    CHECK(!r->s->ahead.runs && !r->s->ahead.holds && !r->m->store->ahead && r->m->store->share.n_active == 0, "a step is left");
+    return result;
+}
+
+static uint32_t prompt_of(const rig *r, int32_t *ids, uint32_t n) {
+    mg_tokens(ids, n, r->n_vocab < 300 ? r->n_vocab : 300, 7);
+    for (uint32_t i = 0; i < n; i++) ids[i] += ids[i] < 4 ? 4 : 0; /* no end */
+    return n;
+}
+
+/* ---- tests ---- */
+
+enum { N_PROMPT = 12, N_TOKENS = 14 };
+
+/* rf_generate as a loop of rf_session_forward and rf_session_sample. */
+static void test_loop(void) {
+    static const rf_logit_bias bias[] = {{40, 2}, {41, -3}, {42, -INFINITY}};
+    static const rf_sampler_desc descs[] = {
+        {0}, {.temperature = 1, .seed = 1}, {.temperature = 0.9f, .top_k = 20, .top_p = 0.9f, .min_p = 0.02f, .seed = 2},
+        {.temperature = 1.5f, .repeat_penalty = 1.2f, .frequency_penalty = 0.3f, .presence_penalty = 0.2f, .penalty_last_n = 20, .seed = 3},
+        {.repeat_penalty = 1.3f, .penalty_last_n = 16}, {.bias = bias, .n_bias = 3}, {.temperature = 1, .bias = bias, .n_bias = 3, .seed = 4},
+        {.temperature = 1, .dry_multiplier = 0.8f, .seed = 5}, {.temperature = 1, .mirostat = 2, .seed = 6}};
+    for (size_t m = 0; m < RFT_COUNT(models); m++)
+        for (size_t k = 0; k < RFT_COUNT(descs); k++) {
+            rig r;
+            int32_t ids[N_PROMPT], want[N_TOKENS], token = -1;
+            if (m >= 3 && k % 3) continue;
+            if (!open_model(&r, &models[m], NULL, 1)) continue;
+            prompt_of(&r, ids, N_PROMPT);
+            rf_sampler a, b;
+            CHECK(rf_sampler_init(&a, &descs[k], NULL) == RF_OK && rf_sampler_init(&b, &descs[k], NULL) == RF_OK);
+            for (uint32_t i = 0; i < N_PROMPT; i++) rf_sampler_accept(&b, ids[i]);
+            for (uint32_t i = 0; i < N_TOKENS; i++) {
+                CHECK(rf_session_forward(r.s, i ? &token : ids, i ? 1 : N_PROMPT, NULL, &r.err) == RF_OK &&
+                      rf_session_sample(r.s, 0, &b, &token, &r.err) == RF_OK, "%s", r.err.text);
+                want[i] = token;
+            }
+            uint32_t n = 0;
+            const rf_tokenizer *t = NULL;
+            rf_model_get_tokenizer(r.m, &t, NULL);
+            while (n < N_TOKENS && !rf_token_is_end(t, want[n++])) {}
+            CHECK(n_ahead == 0 && rf_session_truncate(r.s, 0, 0, NULL, NULL) == RF_OK);
+            static said o;
+            memset(&o, 0, sizeof o);
+            say(&r, &o, (rf_generate_desc){.ids = ids, .n_ids = N_PROMPT, .max_tokens = N_TOKENS, .sampler = &a}, 0);
+            CHECK(o.n == n && memcmp(o.ids, want, n * sizeof *want) == 0, "%s, sampler %zu: other tokens", models[m].name, k);
+            const int may = k < 7 && !models[m].never;
+            CHECK(may ? n_ahead >= n - 1 && n_ahead <= n : n_ahead == 0, "%s, sampler %zu: %u of %u steps ran ahead", models[m].name, k, n_ahead, n);
+            CHECK(memcmp(a.rng, b.rng, sizeof a.rng) == 0 || n < N_TOKENS, "other random numbers");
+            close_model(&r);
+        }
+}
+
+/* How a text ends. */
+enum { LENGTH, END, STOP, TOKEN, CANCEL, BEFORE, CONTEXT, GRAMMAR, N_ENDS };
+static const char *const ends[] = {"length", "end token", "stop text", "on_token", "rf_session_cancel", "cancelled before", "context", "grammar"};
+
+static void tell(rig *r, int how, int hot, rf_string stop, said *o) {
+    static const rf_logit_bias no_end = {2, -100}, to_end = {2, 3};
+    int32_t ids[N_PROMPT];
+    prompt_of(r, ids, N_PROMPT);
+    const char *stops[] = {stop.data};
+    rf_sampler_desc sd = {.temperature = hot ? 1.0f : 0, .seed = 3, .bias = how == END ? &to_end : &no_end, .n_bias = 1};
+    rf_sampler sampler;
+    rf_grammar *grammar = NULL;
+    memset(o, 0, sizeof *o);
+    CHECK(rf_sampler_init(&sampler, &sd, NULL) == RF_OK);
+    if (how == GRAMMAR) {
+        const rf_tokenizer *t = NULL;
+        rf_model_get_tokenizer(r->m, &t, NULL);
+        CHECK(rf_grammar_open(t, RF_GRAMMAR_GBNF, rf_string_of("root ::= [a-z ]+"), NULL, &grammar, &r->err) == RF_OK, "%s", r->err.text);
+    }
+    rf_generate_desc d = {.ids = ids, .n_ids = N_PROMPT, .max_tokens = how == CONTEXT ? 0 : how == END ? 40 : N_TOKENS, .sampler = &sampler,
+                          .stop = stops, .n_stop = how == STOP, .grammar = grammar};
+    o->stop_at = how == TOKEN ? 6 : 0, o->cancel_at = how == CANCEL ? 5 : 0;
+    if (how == BEFORE) rf_session_cancel(r->s);
+    rf_generate_result result = say(r, o, d, 0);
+    o->stop_at = o->cancel_at = 0;
+    d.append = 1, d.n_ids = 1, d.max_tokens = 3, d.n_stop = 0;
+    if (how != CONTEXT) { /* goes on, twice: behind what it has said, and after a cut */
+        d.ids = result.last_token >= 0 ? &result.last_token : ids;
+        say(r, o, d, how == BEFORE ? 0 : 1);
+        d.ids = ids;
+        say(r, o, d, 3);
+        say(r, o, d, 0);
+    }
+    CHECK(rf_grammar_close(grammar, NULL) == RF_OK);
+}
+
+static void test_ends(void) {
+    for (size_t m = 0; m < RFT_COUNT(models); m++)
+        for (int how = 0; how < N_ENDS; how++)
+            for (int hot = 0; hot < 2; hot++) {
+                static said o[2];
+                rig r;
+                const int long_one = models[m].session.n_batch == 1;
+                if (long_one && how != LENGTH && how != CONTEXT) continue;
+                if (m && m < 4 && hot != (how % 2)) continue;
+                for (int ahead = 0; ahead < 2; ahead++) {
+                    if (!open_model(&r, &models[m], NULL, ahead)) continue;
+                    if (long_one || how == CONTEXT) { /* nearly as long as it can be */
+                        int32_t ids[300];
+                        const uint32_t n = models[m].session.n_ctx - 45;
+                        mg_tokens(ids, n, r.n_vocab < 300 ? r.n_vocab : 300, 9);
+                        CHECK(rf_session_forward(r.s, ids, n, NULL, &r.err) == RF_OK, "%s", r.err.text);
+                    }
+                    const rf_string stop = rf_string_of("e");
+                    if (long_one || how == CONTEXT) {
+                        static said more;
+                        int32_t ids[1] = {5};
+                        memset(&more, 0, sizeof more);
+                        rf_generate_desc d = {.ids = ids, .n_ids = 1, .append = 1, .max_tokens = how == LENGTH ? 9 : 0};
+                        say(&r, &more, d, 1), say(&r, &more, d, 2);
+                        o[ahead] = more;
+                    } else tell(&r, how, hot, stop, &o[ahead]);
+                    if (ahead) CHECK(models[m].never || how == GRAMMAR || how == BEFORE ? 1 : n_ahead > 3, "%s, %s: %u steps ran ahead",
+                                     models[m].name, ends[how], n_ahead);
+                    close_model(&r);
+                }
+                CHECK(o[0].n == o[1].n && memcmp(o[0].ids, o[1].ids, sizeof o[0].ids) == 0, "%s, %s, %s: other tokens", models[m].name, ends[how], hot ? "drawn" : "greedy");
+                for (uint32_t k = 0; k < o[0].n_parts; k++)
+                    CHECK(memcmp(&o[0].part[k], &o[1].part[k], sizeof o[0].part[k]) == 0,
+                          "%s, %s, %s, part %u: %d %d, %u tokens, length %u, cut to %u, last %d; ahead %d %d, %u, %u, %u, %d", models[m].name, ends[how], hot ? "drawn" : "greedy", k,
+                          o[0].part[k].code, o[0].part[k].finish, o[0].part[k].n_generated, o[0].part[k].length, o[0].part[k].cut, o[0].part[k].last,
+                          o[1].part[k].code, o[1].part[k].finish, o[1].part[k].n_generated, o[1].part[k].length, o[1].part[k].cut, o[1].part[k].last);
+                CHECK(memcmp(o[0].held, o[1].held, sizeof o[0].held) == 0, "%s, %s: other tokens are held", models[m].name, ends[how]);
+                const int want[] = {RF_FINISH_LENGTH, RF_FINISH_END, RF_FINISH_STOP, RF_FINISH_CANCELLED, RF_FINISH_CANCELLED, RF_FINISH_CANCELLED, RF_FINISH_CONTEXT};
+                if (how < GRAMMAR && (how != STOP || m < 2) && how != END)
+                    CHECK(o[1].part[how == CONTEXT && o[1].n_parts > 1].finish == want[how], "%s, %s: it ended by %d", models[m].name, ends[how], o[1].part[0].finish);
+                if (how == END && m == 0) CHECK(o[1].part[0].finish == RF_FINISH_END, "it ended by %d", o[1].part[0].finish);
+            }
+}
+
+/* Say N_TOKENS, whatever fails or is cancelled: the parts are the whole text. Returns how often it did not go on. */
+static uint32_t say_all(rig *r, const rf_sampler_desc *desc, said *o) {
+    int32_t ids[N_PROMPT], next;
+    uint32_t broken = 0;
+    rf_sampler sampler;
+    memset(o, 0, sizeof *o);
+    prompt_of(r, ids, N_PROMPT);
+    CHECK(rf_sampler_init(&sampler, desc, NULL) == RF_OK);
+    rf_generate_desc d = {.ids = ids, .n_ids = N_PROMPT, .max_tokens = N_TOKENS, .sampler = &sampler};
+    for (int tries = 0; o->n < N_TOKENS && tries < 20; tries++) {
+        const rf_generate_result result = say(r, o, d, 0);
+        const uint32_t length = rf_session_length(r->s, 0);
+        CHECK(o->n == 0 || length + (result.last_token >= 0) == N_PROMPT + o->n, "%u tokens held, last %d, %u said: %s", length,
+              result.last_token, o->n, o->text);
+        broken += result.finish != RF_FINISH_LENGTH;
+        d.max_tokens = N_TOKENS - o->n;
+        if (length + (result.last_token >= 0) < N_PROMPT + 1) continue; /* the prompt has failed */
+        d.append = 1, d.n_ids = 1, d.ids = &next, next = result.last_token;
+        if (next >= 0) continue;
+        next = r->s->tokens[length - 1]; /* once more, for its logits */
+        uint32_t kept = 0;
+        CHECK(rf_session_truncate(r->s, 0, length - 1, &kept, NULL) == RF_OK);
+        if (kept == length - 1) continue;
+        CHECK(rf_session_forward(r->s, (int32_t[SAID]){0}, 0, NULL, NULL) != RF_OK); /* nothing to do */
+        static int32_t again[SAID];
+        for (uint32_t i = 0; i < length; i++) again[i] = i < N_PROMPT ? ids[i] : o->ids[i - N_PROMPT];
+        d.ids = again + kept, d.n_ids = length - kept;
+    }
+    return broken;
+}
+
+static const rf_sampler_desc greedy_one = {0}, hot_one = {.temperature = 1, .seed = 8, .top_p = 0.95f};
+
+/* Calls of the device that fail, one by one, and then the runtime's below it; a cancel from elsewhere. */
+static void test_failures(void) {
+    for (size_t m = 0; m < 4; m++)
+        for (int hot = 0; hot < 2; hot++) {
+            const rf_sampler_desc desc = hot ? hot_one : greedy_one;
+            static said want, got;
+            uint32_t broken = 0;
+            rig r;
+            if (m % 2 && hot != (m == 3)) continue;
+            if (!open_model(&r, &models[m], NULL, 1)) continue;
+            CHECK(say_all(&r, &desc, &want) == 0 && n_ahead == N_TOKENS - 1, "%u steps ran ahead: %s", n_ahead, want.text);
+            rf_session_truncate(r.s, 0, 0, NULL, NULL);
+            const uint64_t before = hip_emu_get_counts().calls;
+            say_all(&r, &desc, &got);
+            const uint64_t n_calls = hip_emu_get_counts().calls - before;
+            for (int call = 0; call < N_CALLS; call++)
+                for (int at = 0; at < 12; at += at < 4 ? 1 : 3) {
+                    if (call == DRAW && !hot) continue;
+                    rf_session_truncate(r.s, 0, 0, NULL, NULL);
+                    fails_in[call] = at;
+                    const uint32_t n = say_all(&r, &desc, &got);
+                    CHECK(call == RUN_AHEAD ? n == 0 : n == 1, "%s: call %d fails after %d: %u breaks", models[m].name, call, at, n);
+                    CHECK(memcmp(got.ids, want.ids, sizeof got.ids) == 0, "%s: call %d fails after %d: other tokens", models[m].name, call, at);
+                    fails_in[call] = -1;
+                }
+            for (uint64_t n = 1; n <= n_calls; n += 1 + n_calls / 24) {
+                rf_session_truncate(r.s, 0, 0, NULL, NULL);
+                hip_emu_fail_call(n, 0);
+                broken += say_all(&r, &desc, &got);
+                hip_emu_fail_call(0, 0);
+                CHECK(memcmp(got.ids, want.ids, sizeof got.ids) == 0, "%s: runtime call %d fails: other tokens", models[m].name, (int)n);
+            }
+            CHECK(broken > 5, "%u failures seen", broken);
+            for (uint32_t at = 1; at < 9; at++) {
+                rf_session_truncate(r.s, 0, 0, NULL, NULL);
+                n_runs = 0, cancel_at = at, cancels = r.s;
+                CHECK(say_all(&r, &desc, &got) == 1 && memcmp(got.ids, want.ids, sizeof got.ids) == 0, "%s: cancelled in run %u: other tokens", models[m].name, at);
+                cancel_at = 0;
+            }
+            close_model(&r);
+        }
+}
+
+/* Logits that are no numbers, of the prompt and of the fourth token: the error is that of a step that does not run ahead. */
+static void test_no_numbers(void) {
+    const model m = {"NaN", NULL, {.type = MG_Q8_0, .use_embd = 1, .embd_type = MG_F32, .seed = 3}, {.n_ctx = 64}, 0};
+    for (int hot = 0; hot < 2; hot++) {
+        static said want, o[2];
+        mg_buf file = {0};
+        rf_tensor_info info;
+        rig r;
+        mg_llama(&file, &m.options);
+        REQUIRE(open_model(&r, &m, &file, 0));
+        say_all(&r, hot ? &hot_one : &greedy_one, &want);
+        CHECK(rf_gguf_find_tensor(r.g, "token_embd.weight", &info, NULL) == RF_OK);
+        int32_t ids[N_PROMPT];
+        prompt_of(&r, ids, N_PROMPT);
+        close_model(&r);
+        for (int of = 0; of < 2; of++) {
+            mg_buf bad = mg_copy(&file);
+            const uint64_t row = (uint64_t)(of ? want.ids[3] : ids[N_PROMPT - 1]);
+            for (uint64_t i = 0; i < 64; i++) mg_set_u32(&bad, info.offset_bytes + (row * 64 + i) * 4, 0x7fc00000u);
+            for (int ahead = 0; ahead < 2; ahead++) {
+                rf_sampler sampler;
+                memset(&o[ahead], 0, sizeof o[ahead]);
+                rf_sampler_init(&sampler, hot ? &hot_one : &greedy_one, NULL);
+                REQUIRE(open_model(&r, &m, &bad, ahead));
+                say(&r, &o[ahead], (rf_generate_desc){.ids = ids, .n_ids = N_PROMPT, .max_tokens = N_TOKENS, .sampler = &sampler}, 0);
+                close_model(&r);
+            }
+            CHECK(o[1].n <= 4 && o[1].part[0].code == RF_ERR_ARGUMENT && strstr(o[1].text, "none of 320 logits"), "%u tokens: %s", o[1].n, o[1].text);
+            CHECK(memcmp(&o[0], &o[1], sizeof o[0]) == 0, "'%s' after %u tokens, length %u; ahead '%s', %u, %u", o[0].text, o[0].n, o[0].part[0].length,
+                  o[1].text, o[1].n, o[1].part[0].length);
+            mg_free(&bad);
+        }
+        mg_free(&file);
+    }
+}
+
+/* ---- two models that have room for one ---- */
+
+static rig shared[2];
+static _Atomic uint32_t n_said;
+static int asks; /* 1: the callback has the other model write */
+
+static rf_result write_one(rig *r, uint32_t n, int (*fn)(int32_t, void *)) {
+    int32_t ids[N_PROMPT];
+    static const rf_logit_bias no_end = {2, -100};
+    rf_sampler sampler;
+    rf_sampler_init(&sampler, &(rf_sampler_desc){.temperature = 1, .bias = &no_end, .n_bias = 1}, NULL);
+    prompt_of(r, ids, N_PROMPT);
+    return rf_generate(r->s, &(rf_generate_desc){.ids = ids, .n_ids = N_PROMPT, .max_tokens = n, .sampler = &sampler, .on_token = fn}, NULL, &r->err);
+}
+static int on_said(int32_t token, void *user) {
+    (void)token, (void)user;
+    if (atomic_fetch_add(&n_said, 1) == 5 && asks) CHECK(write_one(&shared[1], 3, NULL) == RF_OK, "%s", shared[1].err.text);
+    return 0;
+}
+static void *write_long(void *arg) {
+    CHECK(write_one(arg, 200, on_said) == RF_OK, "%s", shared[0].err.text);
+    return NULL;
+}
+
+static void test_shared_budget(void) {
+    const model m = {"shared", NULL, {.type = MG_Q8_0, .seed = 3}, {.n_ctx = 240}, 0};
+    rf_device_desc dd = {0};
+    rf_device *d = NULL;
+    for (int i = 0; i < 2; i++) {
+        REQUIRE(open_model(&shared[i], &m, NULL, 1));
+        dd.budget_bytes = rf_model_get_info(shared[i].m).weight_bytes * 3 / 2;
+        rf_session_close(shared[i].s, NULL), rf_model_close(shared[i].m, NULL), rf_device_close(shared[i].d, NULL);
+        shared[i].s = NULL, shared[i].m = NULL, shared[i].d = NULL;
+    }
+    REQUIRE(rf_device_open("hip:0", &dd, &d, NULL) == RF_OK);
+    d->api = &watched;
+    for (int i = 0; i < 2; i++)
+        REQUIRE(rf_model_open(shared[i].g, d, NULL, &shared[i].m, &shared[i].err) == RF_OK &&
+                rf_session_open(shared[i].m, &m.session, &shared[i].s, &shared[i].err) == RF_OK, "%s", shared[i].err.text);
+    asks = 1;
+    n_ahead = 0;
+    CHECK(write_one(&shared[0], 20, on_said) == RF_OK && n_ahead > 12, "%u steps ran ahead: %s", n_ahead, shared[0].err.text);
+    asks = 0;
+    atomic_store(&n_said, 0);
+    pthread_t thread;
+    REQUIRE(pthread_create(&thread, NULL, write_long, &shared[0]) == 0);
+    while (atomic_load(&n_said) < 5) {}
+    CHECK(write_one(&shared[1], 3, NULL) == RF_OK, "%s", shared[1].err.text);
+    CHECK(atomic_load(&n_said) < 150, "it waited for %u tokens", atomic_load(&n_said));
+    pthread_join(thread, NULL);
+    d->api = real;
+    for (int i = 0; i < 2; i++) {
+        rf_session_close(shared[i].s, NULL), rf_model_close(shared[i].m, NULL);
+        shared[i].s = NULL, shared[i].m = NULL;
+        rig_close(&shared[i]);
+    }
+    CHECK(rf_device_close(d, NULL) == RF_OK);
+}
+
+int main(int argc, char **argv) {
+    RFT_BEGIN(argc, argv);
+    const hip_emu_counts before = hip_emu_get_counts();
+    for (int trusted = 0; trusted < 2; trusted++) { /* graphs, with a check of their replays or without */
+        hip_emu_trusted_graphs(trusted);
+        RUN(test_loop);
+    }
+    RUN(test_ends);
+    RUN(test_failures);
+    RUN(test_no_numbers);
+    RUN(test_shared_budget);
+    const hip_emu_counts after = hip_emu_get_counts();
+    if (before.allocations != after.allocations || before.host_allocations != after.host_allocations || before.events != after.events ||
+        before.streams != after.streams) rft_failed++, puts("  FAIL something is left on the device");
+    RFT_END();
+}
