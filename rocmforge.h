@@ -5696,8 +5696,8 @@ typedef struct rfi_share {
     rfi_placement placement;
 } rfi_share;
 
-/* A session's step that runs ahead of the host (>>draw). Between two calls its store has it in a list: whoever wants the
- * store to be idle then waits for it. */
+/* A session's step that runs ahead of the host. Between two calls its store has it in a list: whoever wants the store to
+ * be idle then waits for it. */
 typedef struct rfi_ahead {
     struct rfi_ahead *next; /* guarded by device.monitor, as is `holds` while it is in the list */
     rf_ticket ticket;
@@ -32402,8 +32402,8 @@ static void rfi_ahead_enter(rf_session *s) {
     rfi_monitor_unlock(&s->m->store->device->monitor);
 }
 
-/* Whether a step of sequence seq may run ahead. If that is cut off, it has been one token longer: a ring must still have
- * what rf_session_truncate promises. */
+/* Whether a step of sequence seq may run ahead. If that is cut off, the sequence has been longer by one: a ring must
+ * still have what rf_session_truncate promises. */
 static int rfi_ahead_is_ready(rf_session *s, uint32_t seq) {
     const rf_model *m = s->m;
     int fits = s->lengths[seq] < s->desc.n_ctx;

@@ -48,13 +48,15 @@ typedef struct model {
     rf_session_desc session;
     int never;               /* 1: no step may run ahead */
 } model;
+enum { CUT = 32 }; /* tokens by which a sequence with windows can be cut; of 256 cells these leave one, or none */
+enum { MIXTURE = 4 };
 static const model models[] = {
-    {"llama", NULL, {.type = MG_Q8_0, .seed = 3}, {.n_ctx = 64}, 0},
-    {"mixture", NULL, {.arch = "qwen3moe", .type = MG_Q4_K, .use_mix = 1, .mix_type = MG_Q6_K, .n_experts = 9, .n_used = 3, .seed = 5}, {.n_ctx = 64}, 0},
-    {"recurrent", "tests/family/qwen35.gguf", {0}, {.n_ctx = 64, .n_snapshots = 1}, 0},
-    {"hybrid", "tests/family/falcon-h1.gguf", {0}, {.n_ctx = 64}, 0},
-    {"window", NULL, {.arch = "gemma3", .type = MG_Q8_0, .window = 8, .n_layers = 2, .seed = 9, .n_ctx = 512}, {.n_ctx = 300, .n_batch = 1}, 0},
-    {"tight window", NULL, {.arch = "gemma3", .type = MG_Q8_0, .window = 256, .n_layers = 1, .seed = 9, .n_ctx = 512}, {.n_ctx = 300, .n_batch = 1}, 1},
+    {"llama", NULL, {.type = MG_Q8_0, .n_layers = 1, .seed = 3}, {.n_ctx = 64}, 0},
+    {"hybrid", "tests/family/falcon-h1.gguf", {0}, {.n_ctx = 64, .n_snapshots = 1}, 0},
+    {"window", NULL, {.arch = "gemma3", .type = MG_Q8_0, .window = 224, .n_layers = 1, .seed = 9, .n_ctx = 512}, {.n_ctx = 300, .n_batch = CUT}, 0},
+    {"tight window", NULL, {.arch = "gemma3", .type = MG_Q8_0, .window = 225, .n_layers = 1, .seed = 9, .n_ctx = 512}, {.n_ctx = 300, .n_batch = CUT}, 1},
+    {"mixture", NULL, {.arch = "qwen3moe", .type = MG_Q4_K, .use_mix = 1, .mix_type = MG_Q6_K, .n_layers = 1, .n_experts = 5, .n_used = 2, .seed = 5}, {.n_ctx = 64}, 0},
+    {"recurrent", "tests/family/qwen35.gguf", {0}, {.n_ctx = 64}, 0},
 };
 
 static int open_model(rig *r, const model *m, const mg_buf *file, int ahead) {
@@ -94,7 +96,7 @@ typedef struct said {
     int32_t ids[SAID], held[SAID]; /* tokens given out; of the sequence in the end */
     uint32_t n, stop_at, cancel_at, n_parts;
     struct { rf_result code; int finish; uint32_t n_generated, length, cut; int32_t last; } part[8];
-    char text[80];                 /* of the error */
+    char text[80], answer[SAID];   /* of the error; what was given out */
 } said;
 static rf_session *now;
 
@@ -105,20 +107,34 @@ static int on_token(int32_t token, void *user) {
     return o->n == o->stop_at;
 }
 
+static const int32_t *refill(const rf_session *s, uint32_t from) {
+    static int32_t ids[SAID];
+    memcpy(ids, s->tokens, s->desc.n_ctx * sizeof *ids);
+    return ids + from;
+}
+
+static int on_piece(const rf_piece *piece, void *user) {
+    said *o = user;
+    const size_t n = strlen(o->answer);
+    if (n + piece->text.len < sizeof o->answer) memcpy(o->answer + n, piece->text.data, piece->text.len);
+    return 0;
+}
+
 /* One rf_generate, and what it leaves; behind it the sequence is cut by `cut` tokens. */
 static rf_generate_result say(rig *r, said *o, rf_generate_desc d, uint32_t cut) {
     rf_generate_result result;
     uint32_t kept = 0;
-    now = r->s, d.on_token = on_token, d.user = o;
+    now = r->s, d.on_token = on_token, d.on_piece = on_piece, d.user = o;
     const rf_result code = rf_generate(r->s, &d, &result, &r->err);
     const uint32_t length = rf_session_length(r->s, 0), k = o->n_parts++ % 8;
     snprintf(o->text, sizeof o->text, "%s", code ? r->err.text : "");
     if (cut) CHECK(rf_session_truncate(r->s, 0, length - cut, &kept, &r->err) == RF_OK, "%s", r->err.text);
+    if (cut && r->s->n_slots && kept < length - cut) /* which states are left may differ */
+        CHECK(rf_session_forward(r->s, refill(r->s, kept), length - cut - kept, NULL, &r->err) == RF_OK, "%s", r->err.text);
     o->part[k].code = code, o->part[k].finish = (int)result.finish, o->part[k].n_generated = result.n_generated;
     o->part[k].length = length, o->part[k].last = result.last_token, o->part[k].cut = r->s->n_slots ? 0 : kept;
     memset(o->held, 0, sizeof o->held);
     memcpy(o->held, r->s->tokens, rf_session_length(r->s, 0) * sizeof *o->held);
-    if (r->s->n_slots && cut) memset(o->held, 0, sizeof o->held);
     CHECK(!r->s->ahead.runs && !r->s->ahead.holds && !r->m->store->ahead && r->m->store->share.n_active == 0, "a step is left");
     return result;
 }
@@ -131,7 +147,7 @@ static uint32_t prompt_of(const rig *r, int32_t *ids, uint32_t n) {
 
 /* ---- tests ---- */
 
-enum { N_PROMPT = 12, N_TOKENS = 14 };
+enum { N_PROMPT = 6, N_TOKENS = 9 };
 
 /* rf_generate as a loop of rf_session_forward and rf_session_sample. */
 static void test_loop(void) {
@@ -145,7 +161,7 @@ static void test_loop(void) {
         for (size_t k = 0; k < RFT_COUNT(descs); k++) {
             rig r;
             int32_t ids[N_PROMPT], want[N_TOKENS], token = -1;
-            if (m >= 3 && k % 3) continue;
+            if (m && k % 3 != (m >= MIXTURE)) continue;
             if (!open_model(&r, &models[m], NULL, 1)) continue;
             prompt_of(&r, ids, N_PROMPT);
             rf_sampler a, b;
@@ -176,11 +192,10 @@ static void test_loop(void) {
 enum { LENGTH, END, STOP, TOKEN, CANCEL, BEFORE, CONTEXT, GRAMMAR, N_ENDS };
 static const char *const ends[] = {"length", "end token", "stop text", "on_token", "rf_session_cancel", "cancelled before", "context", "grammar"};
 
-static void tell(rig *r, int how, int hot, rf_string stop, said *o) {
-    static const rf_logit_bias no_end = {2, -100}, to_end = {2, 3};
+static void tell(rig *r, int how, int hot, const char *stop, said *o) {
+    static const rf_logit_bias no_end = {2, -100}, to_end = {2, 4};
     int32_t ids[N_PROMPT];
     prompt_of(r, ids, N_PROMPT);
-    const char *stops[] = {stop.data};
     rf_sampler_desc sd = {.temperature = hot ? 1.0f : 0, .seed = 3, .bias = how == END ? &to_end : &no_end, .n_bias = 1};
     rf_sampler sampler;
     rf_grammar *grammar = NULL;
@@ -191,65 +206,74 @@ static void tell(rig *r, int how, int hot, rf_string stop, said *o) {
         rf_model_get_tokenizer(r->m, &t, NULL);
         CHECK(rf_grammar_open(t, RF_GRAMMAR_GBNF, rf_string_of("root ::= [a-z ]+"), NULL, &grammar, &r->err) == RF_OK, "%s", r->err.text);
     }
-    rf_generate_desc d = {.ids = ids, .n_ids = N_PROMPT, .max_tokens = how == CONTEXT ? 0 : how == END ? 40 : N_TOKENS, .sampler = &sampler,
-                          .stop = stops, .n_stop = how == STOP, .grammar = grammar};
+    rf_generate_desc d = {.ids = ids, .n_ids = N_PROMPT, .max_tokens = how == END ? 40 : N_TOKENS, .sampler = &sampler,
+                          .stop = &stop, .n_stop = how == STOP, .grammar = grammar};
     o->stop_at = how == TOKEN ? 6 : 0, o->cancel_at = how == CANCEL ? 5 : 0;
     if (how == BEFORE) rf_session_cancel(r->s);
     rf_generate_result result = say(r, o, d, 0);
     o->stop_at = o->cancel_at = 0;
     d.append = 1, d.n_ids = 1, d.max_tokens = 3, d.n_stop = 0;
-    if (how != CONTEXT) { /* goes on, twice: behind what it has said, and after a cut */
-        d.ids = result.last_token >= 0 ? &result.last_token : ids;
-        say(r, o, d, how == BEFORE ? 0 : 1);
-        d.ids = ids;
-        say(r, o, d, 3);
-        say(r, o, d, 0);
-    }
+    d.ids = result.last_token >= 0 ? &result.last_token : ids;
+    say(r, o, d, how == BEFORE ? 0 : 1); /* goes on behind what it has said, and after a cut */
+    d.ids = ids;
+    say(r, o, d, 3);
+    say(r, o, d, 0);
     CHECK(rf_grammar_close(grammar, NULL) == RF_OK);
 }
 
+/* A sequence that is nearly as long as it can be: two texts, the second up to the end of the context, and cuts behind them. */
+static void tell_long(rig *r, said *o) {
+    static const rf_logit_bias no_end = {2, -100};
+    int32_t ids[SAID];
+    rf_sampler sampler;
+    memset(o, 0, sizeof *o);
+    CHECK(rf_sampler_init(&sampler, &(rf_sampler_desc){.temperature = 1, .seed = 3, .bias = &no_end, .n_bias = 1}, NULL) == RF_OK);
+    rf_generate_desc d = {.ids = ids, .n_ids = r->s->desc.n_ctx - 25, .max_tokens = 9, .sampler = &sampler};
+    prompt_of(r, ids, d.n_ids);
+    rf_generate_result result = say(r, o, d, CUT);
+    CHECK(rf_session_length(r->s, 0) > 0, "it cannot be cut");
+    d.append = 1, d.n_ids = 1, d.max_tokens = 0, d.ids = &result.last_token;
+    result = say(r, o, d, 2);
+    CHECK(result.finish == RF_FINISH_CONTEXT, "it ended by %d", (int)result.finish);
+    say(r, o, d, 0);
+}
+
+static void same(const said *o, const char *name, const char *what) {
+    CHECK(o[0].n == o[1].n && memcmp(o[0].ids, o[1].ids, sizeof o[0].ids) == 0 && strcmp(o[0].answer, o[1].answer) == 0,
+          "%s, %s: other tokens", name, what);
+    for (uint32_t k = 0; k < o[0].n_parts; k++)
+        CHECK(memcmp(&o[0].part[k], &o[1].part[k], sizeof o[0].part[k]) == 0,
+              "%s, %s, part %u: %d %d, %u tokens, length %u, cut to %u, last %d; ahead %d %d, %u, %u, %u, %d", name, what, k,
+              o[0].part[k].code, o[0].part[k].finish, o[0].part[k].n_generated, o[0].part[k].length, o[0].part[k].cut, o[0].part[k].last,
+              o[1].part[k].code, o[1].part[k].finish, o[1].part[k].n_generated, o[1].part[k].length, o[1].part[k].cut, o[1].part[k].last);
+    CHECK(memcmp(o[0].held, o[1].held, sizeof o[0].held) == 0, "%s, %s: other tokens are held", name, what);
+}
+
+/* hot: the device draws. */
+static void check_ends(const model *m, int hot) {
+    static const int finish[] = {RF_FINISH_LENGTH, RF_FINISH_END, RF_FINISH_STOP, RF_FINISH_CANCELLED, RF_FINISH_CANCELLED, RF_FINISH_CANCELLED};
+    static said o[2];
+    char stop[4] = "";
+    for (int how = 0; how < N_ENDS; how++) {
+        if (m->session.n_batch == CUT && how != CONTEXT) continue;
+        for (int ahead = 0; ahead < 2; ahead++) {
+            rig r;
+            if (!open_model(&r, m, NULL, ahead)) continue;
+            if (how == CONTEXT) tell_long(&r, &o[ahead]);
+            else tell(&r, how, hot, stop, &o[ahead]);
+            if (how == LENGTH) snprintf(stop, sizeof stop, "%.3s", o[ahead].answer + 3);
+            const int may = !m->never && how != GRAMMAR && how != BEFORE;
+            CHECK(!ahead || !may || n_ahead > 3, "%s, %s: %u steps ran ahead", m->name, ends[how], n_ahead);
+            close_model(&r);
+        }
+        same(o, m->name, ends[how]);
+        if (how < CONTEXT && (how != END || hot))
+            CHECK(o[1].part[0].finish == finish[how], "%s, %s: it ended by %d", m->name, ends[how], o[1].part[0].finish);
+    }
+}
 static void test_ends(void) {
-    for (size_t m = 0; m < RFT_COUNT(models); m++)
-        for (int how = 0; how < N_ENDS; how++)
-            for (int hot = 0; hot < 2; hot++) {
-                static said o[2];
-                rig r;
-                const int long_one = models[m].session.n_batch == 1;
-                if (long_one && how != LENGTH && how != CONTEXT) continue;
-                if (m && m < 4 && hot != (how % 2)) continue;
-                for (int ahead = 0; ahead < 2; ahead++) {
-                    if (!open_model(&r, &models[m], NULL, ahead)) continue;
-                    if (long_one || how == CONTEXT) { /* nearly as long as it can be */
-                        int32_t ids[300];
-                        const uint32_t n = models[m].session.n_ctx - 45;
-                        mg_tokens(ids, n, r.n_vocab < 300 ? r.n_vocab : 300, 9);
-                        CHECK(rf_session_forward(r.s, ids, n, NULL, &r.err) == RF_OK, "%s", r.err.text);
-                    }
-                    const rf_string stop = rf_string_of("e");
-                    if (long_one || how == CONTEXT) {
-                        static said more;
-                        int32_t ids[1] = {5};
-                        memset(&more, 0, sizeof more);
-                        rf_generate_desc d = {.ids = ids, .n_ids = 1, .append = 1, .max_tokens = how == LENGTH ? 9 : 0};
-                        say(&r, &more, d, 1), say(&r, &more, d, 2);
-                        o[ahead] = more;
-                    } else tell(&r, how, hot, stop, &o[ahead]);
-                    if (ahead) CHECK(models[m].never || how == GRAMMAR || how == BEFORE ? 1 : n_ahead > 3, "%s, %s: %u steps ran ahead",
-                                     models[m].name, ends[how], n_ahead);
-                    close_model(&r);
-                }
-                CHECK(o[0].n == o[1].n && memcmp(o[0].ids, o[1].ids, sizeof o[0].ids) == 0, "%s, %s, %s: other tokens", models[m].name, ends[how], hot ? "drawn" : "greedy");
-                for (uint32_t k = 0; k < o[0].n_parts; k++)
-                    CHECK(memcmp(&o[0].part[k], &o[1].part[k], sizeof o[0].part[k]) == 0,
-                          "%s, %s, %s, part %u: %d %d, %u tokens, length %u, cut to %u, last %d; ahead %d %d, %u, %u, %u, %d", models[m].name, ends[how], hot ? "drawn" : "greedy", k,
-                          o[0].part[k].code, o[0].part[k].finish, o[0].part[k].n_generated, o[0].part[k].length, o[0].part[k].cut, o[0].part[k].last,
-                          o[1].part[k].code, o[1].part[k].finish, o[1].part[k].n_generated, o[1].part[k].length, o[1].part[k].cut, o[1].part[k].last);
-                CHECK(memcmp(o[0].held, o[1].held, sizeof o[0].held) == 0, "%s, %s: other tokens are held", models[m].name, ends[how]);
-                const int want[] = {RF_FINISH_LENGTH, RF_FINISH_END, RF_FINISH_STOP, RF_FINISH_CANCELLED, RF_FINISH_CANCELLED, RF_FINISH_CANCELLED, RF_FINISH_CONTEXT};
-                if (how < GRAMMAR && (how != STOP || m < 2) && how != END)
-                    CHECK(o[1].part[how == CONTEXT && o[1].n_parts > 1].finish == want[how], "%s, %s: it ended by %d", models[m].name, ends[how], o[1].part[0].finish);
-                if (how == END && m == 0) CHECK(o[1].part[0].finish == RF_FINISH_END, "it ended by %d", o[1].part[0].finish);
-            }
+    for (size_t m = 0; m < MIXTURE; m++)
+        for (int hot = m > 1; hot < 2; hot++) check_ends(&models[m], hot);
 }
 
 /* Say N_TOKENS, whatever fails or is cancelled: the parts are the whole text. Returns how often it did not go on. */
@@ -287,13 +311,12 @@ static const rf_sampler_desc greedy_one = {0}, hot_one = {.temperature = 1, .see
 
 /* Calls of the device that fail, one by one, and then the runtime's below it; a cancel from elsewhere. */
 static void test_failures(void) {
-    for (size_t m = 0; m < 4; m++)
+    for (size_t m = 0; m < 2; m++)
         for (int hot = 0; hot < 2; hot++) {
             const rf_sampler_desc desc = hot ? hot_one : greedy_one;
             static said want, got;
             uint32_t broken = 0;
             rig r;
-            if (m % 2 && hot != (m == 3)) continue;
             if (!open_model(&r, &models[m], NULL, 1)) continue;
             CHECK(say_all(&r, &desc, &want) == 0 && n_ahead == N_TOKENS - 1, "%u steps ran ahead: %s", n_ahead, want.text);
             rf_session_truncate(r.s, 0, 0, NULL, NULL);
@@ -301,7 +324,7 @@ static void test_failures(void) {
             say_all(&r, &desc, &got);
             const uint64_t n_calls = hip_emu_get_counts().calls - before;
             for (int call = 0; call < N_CALLS; call++)
-                for (int at = 0; at < 12; at += at < 4 ? 1 : 3) {
+                for (int at = 0; at < 8; at += at < 1 ? 1 : 4) {
                     if (call == DRAW && !hot) continue;
                     rf_session_truncate(r.s, 0, 0, NULL, NULL);
                     fails_in[call] = at;
@@ -310,15 +333,15 @@ static void test_failures(void) {
                     CHECK(memcmp(got.ids, want.ids, sizeof got.ids) == 0, "%s: call %d fails after %d: other tokens", models[m].name, call, at);
                     fails_in[call] = -1;
                 }
-            for (uint64_t n = 1; n <= n_calls; n += 1 + n_calls / 24) {
+            for (uint64_t n = 1; n <= n_calls; n += 1 + n_calls / 12) {
                 rf_session_truncate(r.s, 0, 0, NULL, NULL);
                 hip_emu_fail_call(n, 0);
                 broken += say_all(&r, &desc, &got);
                 hip_emu_fail_call(0, 0);
                 CHECK(memcmp(got.ids, want.ids, sizeof got.ids) == 0, "%s: runtime call %d fails: other tokens", models[m].name, (int)n);
             }
-            CHECK(broken > 5, "%u failures seen", broken);
-            for (uint32_t at = 1; at < 9; at++) {
+            CHECK(broken > 3, "%u failures seen", broken);
+            for (uint32_t at = 1; at < 9; at += 3) {
                 rf_session_truncate(r.s, 0, 0, NULL, NULL);
                 n_runs = 0, cancel_at = at, cancels = r.s;
                 CHECK(say_all(&r, &desc, &got) == 1 && memcmp(got.ids, want.ids, sizeof got.ids) == 0, "%s: cancelled in run %u: other tokens", models[m].name, at);
@@ -330,7 +353,7 @@ static void test_failures(void) {
 
 /* Logits that are no numbers, of the prompt and of the fourth token: the error is that of a step that does not run ahead. */
 static void test_no_numbers(void) {
-    const model m = {"NaN", NULL, {.type = MG_Q8_0, .use_embd = 1, .embd_type = MG_F32, .seed = 3}, {.n_ctx = 64}, 0};
+    const model m = {"NaN", NULL, {.type = MG_Q8_0, .n_layers = 1, .use_embd = 1, .embd_type = MG_F32, .seed = 3}, {.n_ctx = 64}, 0};
     for (int hot = 0; hot < 2; hot++) {
         static said want, o[2];
         mg_buf file = {0};
@@ -389,7 +412,7 @@ static void *write_long(void *arg) {
 }
 
 static void test_shared_budget(void) {
-    const model m = {"shared", NULL, {.type = MG_Q8_0, .seed = 3}, {.n_ctx = 240}, 0};
+    const model m = {"shared", NULL, {.type = MG_Q8_0, .n_layers = 1, .seed = 3}, {.n_ctx = 240}, 0};
     rf_device_desc dd = {0};
     rf_device *d = NULL;
     for (int i = 0; i < 2; i++) {
