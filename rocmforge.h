@@ -5696,8 +5696,8 @@ typedef struct rfi_share {
     rfi_placement placement;
 } rfi_share;
 
-/* A session's step that runs ahead of the host. Between two calls its store has it in a list: whoever wants the store to
- * be idle then waits for it. */
+/* A session's step that runs ahead of the host. Between two calls its store has it in a list, so that whoever wants the
+ * store to be idle can wait for it. */
 typedef struct rfi_ahead {
     struct rfi_ahead *next; /* guarded by device.monitor, as is `holds` while it is in the list */
     rf_ticket ticket;
