@@ -5702,6 +5702,7 @@ typedef struct rfi_ahead {
     struct rfi_ahead *next; /* guarded by device.monitor, as is `holds` while it is in the list */
     rf_ticket ticket;
     int runs;               /* 1: there is one, perhaps done                                    */
+    uint32_t n_rows;
     int holds;              /* 1: all tensors are held for it                                   */
 } rfi_ahead;
 
@@ -32402,113 +32403,132 @@ static void rfi_ahead_enter(rf_session *s) {
     rfi_monitor_unlock(&s->m->store->device->monitor);
 }
 
-/* Whether a step of sequence seq may run ahead. If that is cut off, the sequence has been longer by one: a ring must
- * still have what rf_session_truncate promises. */
-static int rfi_ahead_is_ready(rf_session *s, uint32_t seq) {
+/* A sequence, and the row of the last step that has the logits of its last token. */
+typedef struct rfi_ahead_row {
+    uint32_t seq, row;
+    rf_sampler *sampler;
+    int goes_on;   /* if the text does not end, the token is evaluated next, so that its step may run ahead */
+    uint32_t draw; /* 1 + that of the session's draws which gives the token; 0: it is the row's argmax      */
+    int32_t token; /* -1: no logit is greater than -infinity                                                */
+} rfi_ahead_row;
+
+/* So many rows at most: their bits do not depend on each other, and some may be cut off. */
+#define RFI_AHEAD_ROWS 16u
+
+/* Whether a step of rows may run ahead. If one is cut off, its sequence has been longer by one: a ring must still have
+ * what rf_session_truncate promises. */
+static int rfi_ahead_is_ready(rf_session *s, rfi_ahead_row *rows, uint32_t n, uint32_t *n_draws) {
     const rf_model *m = s->m;
-    int fits = s->lengths[seq] < s->desc.n_ctx;
-    for (uint32_t i = 0; i < m->plan.n_states; i++) {
+    int goes_on = 0, ready = n <= RFI_AHEAD_ROWS && s->draws && m->device->is_gpu && rfi_group_size(m->device) == 1 &&
+                             m->plan.given == RF_NONE && !s->desc.mtp && !s->fallback && !atomic_load(&s->cancel);
+    for (uint32_t i = 0; ready && i < m->plan.n_states; i++) {
         const uint32_t window = m->plan.states[i].window;
-        fits &= !window || s->state_cells[i] >= rfi_min_u64(s->desc.n_ctx, (uint64_t)window + s->desc.n_batch);
+        ready = !window || s->state_cells[i] >= rfi_min_u64(s->desc.n_ctx, (uint64_t)window + s->desc.n_batch);
     }
-    return fits && s->draws && m->device->is_gpu && rfi_group_size(m->device) == 1 && m->plan.given == RF_NONE &&
-           !s->desc.mtp && !s->fallback && s->n_logits == 1 && !s->is_copied[0] && !atomic_load(&s->cancel) &&
-           (s->ahead.runs || rfi_ahead_hold(s)) && s->ahead.holds;
+    for (rfi_ahead_row *row = rows; ready && row < rows + n; row++) {
+        row->draw = rfi_sampler_takes_any(row->sampler) ? 0 : *n_draws + 1;
+        ready = row->row < s->n_logits && !s->is_copied[row->row] &&
+                (!row->draw || rfi_session_draw_of(s, (*n_draws)++, row->sampler, row->row));
+        goes_on |= row->goes_on;
+    }
+    return ready && goes_on && (s->ahead.runs || rfi_ahead_hold(s)) && s->ahead.holds;
 }
 
-/* The step that runs ahead has ended, with r: what it leaves in the sequence begins with n tokens. */
-static rf_result rfi_ahead_end(rf_session *s, uint32_t seq, uint32_t n, rf_result r) {
+/* End the step that runs ahead, if there is one, and cut it off: its tokens are none of the sequences'. */
+static void rfi_ahead_cancel(rf_session *s) {
+    if (!s->ahead.runs && !s->ahead.holds) return;
+    rfi_ahead_enter(s);
+    (void)s->m->device->api->ticket_wait(&s->ahead.ticket, RFI_WAIT_MS, NULL);
     s->ahead.runs = 0;
     rfi_ahead_release(s);
-    rfi_session_cut(s, seq, n, NULL);
+    for (uint32_t i = 0; i < s->desc.n_seq_max; i++) rfi_session_cut(s, i, s->lengths[i], NULL);
     s->n_logits = 0;
+}
+
+/* The same after a failure, r; lost: the step before, whose tokens were accepted, has failed, too. */
+static rf_result rfi_ahead_fail(rf_session *s, const rfi_ahead_row *rows, uint32_t n, int lost, rf_result r) {
+    rfi_ahead_cancel(s);
+    for (uint32_t i = 0; lost && i < n; i++) rfi_session_cut(s, rows[i].seq, s->lengths[rows[i].seq] - 1, NULL);
     return r;
 }
 
-/* Cut off the step that runs ahead, if there is one: its token is none of the sequence's. */
-static void rfi_ahead_cancel(rf_session *s, uint32_t seq) {
-    if (!s->ahead.runs) return;
-    rfi_ahead_enter(s);
-    (void)s->m->device->api->ticket_wait(&s->ahead.ticket, RFI_WAIT_MS, NULL);
-    rfi_ahead_end(s, seq, s->lengths[seq], RF_OK);
-}
-
-/* Submit the step of the token that lies at token_at of the scratch memory. Its place in the sequence stays free
- * until rfi_ahead_accept. If it cannot be submitted, rf_session_eval will say why. */
-static void rfi_ahead_submit(rf_session *s, uint32_t seq, uint64_t token_at) {
-    const rf_token_row row = {.seq = (int32_t)seq, .pos = RF_POS_NEXT, .want_logits = 1};
-    const uint32_t chosen = (uint32_t)(1 + token_at / sizeof(int32_t));
-    uint32_t n_logits = 0;
+/* Submit the step of the rows that go on. Its tokens' places in the sequences stay free until rfi_ahead_accept. If it
+ * cannot be submitted, rf_session_eval will say why. */
+static void rfi_ahead_submit(rf_session *s, const rfi_ahead_row *rows, uint32_t n) {
+    rf_token_row next[RFI_AHEAD_ROWS];
+    uint32_t chosen[RFI_AHEAD_ROWS], n_next = 0;
+    const uint64_t argmax = s->buffer_offset[s->m->plan.argmax], draws = s->buffer_offset[s->m->plan.n_buffers];
     memcpy(s->eval_lengths, s->lengths, s->desc.n_seq_max * sizeof *s->eval_lengths);
     memcpy(s->eval_ends, s->lengths, s->desc.n_seq_max * sizeof *s->eval_ends);
-    s->eval_ends[seq]++;
-    s->step_chosen = &chosen;
+    for (const rfi_ahead_row *row = rows; row < rows + n; row++) {
+        if (!row->goes_on) continue;
+        const uint64_t at = row->draw ? draws + (row->draw - 1) * sizeof(rf_draw) + offsetof(rf_draw, token)
+                                      : argmax + row->row * sizeof(int32_t);
+        chosen[n_next] = (uint32_t)(1 + at / sizeof(int32_t));
+        next[n_next++] = (rf_token_row){.seq = (int32_t)row->seq, .pos = RF_POS_NEXT, .want_logits = 1};
+        s->eval_ends[row->seq]++;
+    }
+    s->step_chosen = chosen;
     s->holds_all = 1;
-    const rf_result r = rfi_eval_batch(s, &row, 1, 0, &n_logits, &s->ahead.ticket, NULL);
+    s->ahead.n_rows = 0;
+    const rf_result r = rfi_eval_batch(s, next, n_next, 0, &s->ahead.n_rows, &s->ahead.ticket, NULL);
     s->step_chosen = NULL;
     s->holds_all = 0;
-    rfi_session_raise_min_keep(s, seq, s->eval_lengths[seq]);
+    for (uint32_t i = 0; i < n_next; i++) {
+        const uint32_t seq = (uint32_t)next[i].seq;
+        rfi_session_raise_min_keep(s, seq, s->eval_lengths[seq]);
+        if (r != RF_OK) rfi_session_cut(s, seq, s->lengths[seq], NULL);
+    }
     if (r == RF_ERR_CANCELLED) atomic_store(&s->cancel, 1); /* the next eval's */
-    if (r != RF_OK) rfi_session_cut(s, seq, s->lengths[seq], NULL);
     s->ahead.runs = r == RF_OK;
     if (r == RF_OK) rfi_ahead_leave(s);
 }
 
-/* The token of the step that runs ahead is the sequence's next one. Returns as rf_session_eval; errors of the device
- * come when a token is sampled. */
-static rf_result rfi_ahead_accept(rf_session *s, uint32_t seq, int32_t token, rf_error *err) {
+/* The step that runs ahead is the sequences' next one: rfi_ahead_append gives them its tokens. Returns as
+ * rf_session_eval; errors of the device come when tokens are sampled. */
+static rf_result rfi_ahead_accept(rf_session *s, rf_error *err) {
     if (rfi_session_cancelled(s)) {
-        rfi_ahead_cancel(s, seq);
+        rfi_ahead_cancel(s);
         return rfi_fail(err, RF_ERR_CANCELLED, 0, "rf_session_eval: cancelled by rf_session_cancel");
     }
     rfi_ahead_enter(s);
-    s->tokens[(uint64_t)seq * s->desc.n_ctx + s->lengths[seq]++] = token;
-    s->n_logits = 1;
-    s->is_copied[0] = 0;
+    s->n_logits = s->ahead.n_rows;
+    memset(s->is_copied, 0, s->n_logits * sizeof *s->is_copied);
     return RF_OK;
 }
-
-/* Wait for the step that runs ahead, whose token was accepted, as rf_session_eval does. */
-static rf_result rfi_ahead_wait(rf_session *s, uint32_t seq, rf_error *err) {
-    rf_result r = rfi_session_read(s, s->buffer_offset[s->m->plan.argmax], s->argmax, sizeof *s->argmax, err);
-    if (r != RF_OK) return rfi_ahead_end(s, seq, s->lengths[seq] - 1, r);
-    s->ahead.runs = 0;
-    rfi_ahead_release(s);
-    return r;
+static void rfi_ahead_append(rf_session *s, uint32_t seq, int32_t token) {
+    s->tokens[(uint64_t)seq * s->desc.n_ctx + s->lengths[seq]++] = token;
 }
 
-/* rf_session_sample of row 0, which is of sequence seq's last token. goes_on: if the text does not end, the token is
- * evaluated next, so that its step may run ahead. On failure the last token may have been cut off. */
-static rf_result rfi_ahead_sample(rf_session *s, uint32_t seq, rf_sampler *sampler, int goes_on, int32_t *token,
-                                  rf_error *err) {
+/* Sample the last tokens' logits, and submit the step of what is chosen. *sampled = 0: no step may run ahead, and the
+ * caller samples. rows: after rfi_ahead_accept those of all its sequences. On failure they may have lost their last
+ * tokens. */
+static rf_result rfi_ahead_sample(rf_session *s, rfi_ahead_row *rows, uint32_t n, int *sampled, rf_error *err) {
     const rf_device_api *api = s->m->device->api;
-    const rf_plan *plan = &s->m->plan;
-    const int greedy = rfi_sampler_takes_any(sampler), ran = s->ahead.runs;
+    const int ran = s->ahead.runs;
     const rf_ticket before = s->ahead.ticket;
     rf_ticket chosen = {0};
+    uint32_t n_draws = 0;
     rf_result r = RF_OK;
-    if (!goes_on || !(greedy || rfi_session_draw_of(s, 0, sampler, 0)) || !rfi_ahead_is_ready(s, seq)) {
-        if (ran) r = rfi_ahead_wait(s, seq, err);
-        return r == RF_OK ? rf_session_sample(s, 0, sampler, token, err) : r;
-    }
-    uint64_t at = s->buffer_offset[plan->argmax];
-    if (greedy) r = api->mem_read(s->queue, &s->scratch, at, s->argmax, sizeof *s->argmax, &chosen, err);
-    else r = rfi_session_submit_draws(s, 1, &chosen, err), at = s->buffer_offset[plan->n_buffers] +
-                                                                 offsetof(rf_draw, token);
-    if (r == RF_OK) rfi_ahead_submit(s, seq, at);
+    *sampled = rfi_ahead_is_ready(s, rows, n, &n_draws);
+    if (!*sampled && !ran) return RF_OK;
+    if (*sampled && n_draws) r = rfi_session_submit_draws(s, n_draws, &chosen, err);
+    if (r == RF_OK && (!*sampled || n_draws < n))
+        r = api->mem_read(s->queue, &s->scratch, s->buffer_offset[s->m->plan.argmax], s->argmax,
+                          s->n_logits * sizeof *s->argmax, &chosen, err);
+    if (*sampled && r == RF_OK) rfi_ahead_submit(s, rows, n);
     if (r == RF_OK) r = api->ticket_wait(&chosen, RFI_WAIT_MS, err);
-    if (r != RF_OK) {
-        const int lost = ran && api->ticket_wait(&before, RFI_WAIT_MS, NULL) != RF_OK;
-        rfi_ahead_enter(s);
-        (void)api->ticket_wait(&s->ahead.ticket, RFI_WAIT_MS, NULL);
-        return rfi_ahead_end(s, seq, s->lengths[seq] - lost, r);
-    }
+    if (r != RF_OK)
+        return rfi_ahead_fail(s, rows, n, ran && api->ticket_wait(&before, RFI_WAIT_MS, NULL) != RF_OK, r);
+    if (!*sampled) s->ahead.runs = 0;
     if (!s->ahead.runs) rfi_ahead_release(s);
-    *token = greedy ? s->argmax[0] : s->draws[0].token;
-    if (*token >= 0 && !greedy && sampler->desc.temperature > 0) rfi_random_bits(sampler->rng);
-    if (*token >= 0) return rf_sampler_accept(sampler, *token), RF_OK;
-    rfi_ahead_cancel(s, seq);
-    return rfi_sampler_fail(plan->n_vocab, err);
+    for (uint32_t i = 0; *sampled && i < n; i++) {
+        rf_sampler *sampler = rows[i].sampler;
+        rows[i].token = rows[i].draw ? -1 : s->argmax[rows[i].row];
+        if (rows[i].draw) rfi_sampler_drawn(sampler, &s->draws[rows[i].draw - 1], &rows[i].token);
+        else if (rows[i].token >= 0) rf_sampler_accept(sampler, rows[i].token);
+    }
+    return RF_OK;
 }
 
 /* ==== 13j Speculation =================================================================================== >>draft
@@ -33070,6 +33090,9 @@ static void rfi_scheduler_end(rf_scheduler *sch, uint32_t i, rf_result reason) {
     sch->n_running--;
     memmove(sch->slots + i, sch->slots + i + 1, (sch->n_running - i) * sizeof *sch->slots);
     if (ended.seq >= 0) sch->used[ended.seq] = ++sch->n_ended;
+    if (ended.seq >= 0 && sch->session->ahead.runs)
+        rfi_session_cut(sch->session, (uint32_t)ended.seq, sch->session->lengths[ended.seq], NULL);
+    if (sch->n_running == 0) rfi_ahead_cancel(sch->session);
     if (ended.request.on_end) ended.request.on_end(reason, ended.request.user);
 }
 
@@ -33345,22 +33368,67 @@ static int rfi_scheduler_choose(rf_scheduler *sch, rfi_slot *slot, rf_result *re
     return slot->n_held == sch->desc->n_ctx;
 }
 
-ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active, rf_error *err) {
-    rfi_clear(err);
-    if (!sch) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_scheduler_step: scheduler is NULL");
-    if (rfi_device_check(sch->session->m->device, "rf_scheduler_step", err) != RF_OK) return RF_ERR_ARGUMENT;
+/* The batch that runs ahead is the current one: all requests that run are in it. */
+static rf_result rfi_scheduler_accept(rf_scheduler *sch, rf_error *err) {
+    const rf_result r = rfi_ahead_accept(sch->session, err);
+    for (rfi_slot *slot = sch->slots; r == RF_OK && slot < sch->slots + sch->n_running; slot++) {
+        rfi_ahead_append(sch->session, (uint32_t)slot->seq, slot->next);
+        slot->logits_row = (int32_t)slot->first_row, slot->n_new = 1;
+    }
+    return r;
+}
+
+/* Fill a batch, unless one runs ahead, and evaluate it. */
+static rf_result rfi_scheduler_eval(rf_scheduler *sch, rf_error *err) {
     rf_result r = RF_OK;
+    sch->step_seconds = 0;
+    if (sch->session->ahead.runs) return rfi_scheduler_accept(sch, err);
     while (sch->n_waiting && sch->n_running < sch->n_slots) rfi_scheduler_admit(sch);
     for (uint32_t i = 0; i < sch->n_running && r == RF_OK; i++)
         if (sch->slots[i].seq < 0) r = rfi_scheduler_begin(sch, &sch->slots[i], err);
     const double start = rfi_now();
     if (r == RF_OK) r = rfi_scheduler_draft(sch, err);
     if (r == RF_OK && sch->n_running) r = rf_session_eval(sch->session, sch->rows, rfi_scheduler_fill(sch), err);
-    sch->step_seconds = sch->has_prompts ? 0 : rfi_now() - start;
+    if (!sch->has_prompts) sch->step_seconds = rfi_now() - start;
     if (r == RF_OK && sch->step_seconds > 0 && !sch->on_paper)
         rfi_draft_costs_learn(&sch->draft_costs, sch->n_drafts, sch->step_seconds);
-    if (r == RF_OK) r = rfi_scheduler_read(sch, err);
-    if (r == RF_OK) rfi_scheduler_sample(sch);
+    return r == RF_OK ? rfi_scheduler_read(sch, err) : r;
+}
+
+/* Sample the current batch. If all requests are in decode and none waits, the next batch may run ahead, without those
+ * that are known to end. */
+static rf_result rfi_scheduler_sample_ahead(rf_scheduler *sch, rf_error *err) {
+    rf_session *s = sch->session;
+    rfi_ahead_row rows[RFI_AHEAD_ROWS];
+    const uint32_t n = sch->n_running;
+    int may = n <= RFI_AHEAD_ROWS && sch->n_waiting == 0, sampled = 0;
+    for (uint32_t i = 0; may && i < n; i++)
+        may = sch->slots[i].seq >= 0 && sch->slots[i].logits_row >= 0 && !sch->slots[i].request.drafter;
+    for (uint32_t i = 0, n_next = 0; (may || s->ahead.runs) && i < n; i++) {
+        rfi_slot *slot = &sch->slots[i];
+        const int ends = slot->n_held + slot->n_new == sch->desc->n_ctx ||
+                         slot->n_chosen + 1 == slot->request.max_tokens;
+        rows[i] = (rfi_ahead_row){.seq = (uint32_t)slot->seq, .row = (uint32_t)slot->logits_row,
+                                  .sampler = slot->request.sampler, .goes_on = may && !ends};
+        slot->first_row = n_next;
+        n_next += (uint32_t)rows[i].goes_on;
+    }
+    const rf_result r = may || s->ahead.runs ? rfi_ahead_sample(s, rows, n, &sampled, err) : RF_OK;
+    if (r == RF_OK && !sampled) rfi_scheduler_sample(sch);
+    for (uint32_t i = 0; r == RF_OK && sampled && i < n; i++) {
+        rfi_slot *slot = &sch->slots[i];
+        slot->is_sampled = 1, slot->next = rows[i].token;
+        slot->reason = slot->next < 0 ? RF_ERR_ARGUMENT : RF_OK;
+    }
+    return r;
+}
+
+ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active, rf_error *err) {
+    rfi_clear(err);
+    if (!sch) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_scheduler_step: scheduler is NULL");
+    if (rfi_device_check(sch->session->m->device, "rf_scheduler_step", err) != RF_OK) return RF_ERR_ARGUMENT;
+    rf_result r = rfi_scheduler_eval(sch, err);
+    if (r == RF_OK) r = rfi_scheduler_sample_ahead(sch, err);
     sch->in_callbacks = 1;
     /* Cancelled: nothing has changed. Any other failure ends every request that runs. */
     for (uint32_t i = 0; i < sch->n_running && r != RF_ERR_CANCELLED;) {
@@ -34522,9 +34590,12 @@ static rf_result rfi_generate_step(rfi_generating *g, int32_t token) {
     rf_drafter *drafter = g->d->drafter;
     rf_session *s = g->s;
     g->row = g->n_drafts = 0;
-    if (!drafter)
-        return s->ahead.runs ? rfi_ahead_accept(s, (uint32_t)g->d->seq, token, g->err)
-                             : rfi_generate_eval(g, &token, 1);
+    if (!drafter && !s->ahead.runs) return rfi_generate_eval(g, &token, 1);
+    if (!drafter) {
+        const rf_result accepted = rfi_ahead_accept(s, g->err);
+        if (accepted == RF_OK) rfi_ahead_append(s, (uint32_t)g->d->seq, token);
+        return accepted;
+    }
     const double start = rfi_now();
     rfi_drafter_append(drafter, token);
     const uint32_t max = rfi_drafter_count(drafter, &drafter->costs, 0, rfi_generate_max_drafts(g));
@@ -34727,6 +34798,21 @@ static rf_result rfi_generate_begin(rfi_generating *g) {
     return r == RF_OK ? rfi_generate_begin_drafts(g) : r;
 }
 
+static rf_result rfi_generate_sample(rfi_generating *g, int32_t *token) {
+    rf_session *s = g->s;
+    const rf_generate_desc *d = g->d;
+    const uint32_t seq = (uint32_t)d->seq, n = s->lengths[seq];
+    const int ends = n == s->desc.n_ctx || g->result->n_generated + 1 == d->max_tokens;
+    rfi_ahead_row row = {.seq = seq, .sampler = g->sampler, .goes_on = !ends};
+    int sampled = 0;
+    rf_result r = d->drafter ? RF_OK : rfi_ahead_sample(s, &row, 1, &sampled, g->err);
+    if (r != RF_OK && s->lengths[seq] < n) /* the step of the last token ran ahead, and failed */
+        g->result->last_token = s->tokens[(uint64_t)seq * s->desc.n_ctx + n - 1];
+    if (r == RF_OK && !sampled) return rf_session_sample(s, g->row, g->sampler, token, g->err);
+    *token = row.token;
+    return r == RF_OK && row.token < 0 ? rfi_sampler_fail(s->m->plan.n_vocab, g->err) : r;
+}
+
 /* Sample until the end. RF_ERR_CANCELLED is a way to end, too. */
 static rf_result rfi_generate_run(rfi_generating *g) {
     const rf_generate_desc *d = g->d;
@@ -34736,12 +34822,7 @@ static rf_result rfi_generate_run(rfi_generating *g) {
     while (r == RF_OK) {
         int32_t token = -1;
         if (g->matcher) rf_answer_guide(g->answer, g->matcher, g->sampler);
-        const uint32_t n = g->s->lengths[d->seq];
-        const int goes_on = !d->max_tokens || result->n_generated + 1 < d->max_tokens;
-        if (d->drafter) r = rf_session_sample(g->s, g->row, g->sampler, &token, g->err);
-        else r = rfi_ahead_sample(g->s, (uint32_t)d->seq, g->sampler, goes_on, &token, g->err);
-        if (r != RF_OK && g->s->lengths[d->seq] < n) /* its step ran ahead, and failed */
-            result->last_token = g->s->tokens[(uint64_t)(uint32_t)d->seq * g->s->desc.n_ctx + n - 1];
+        r = rfi_generate_sample(g, &token);
         if (r != RF_OK) return r;
         result->last_token = token;
         result->n_generated++;
@@ -34788,7 +34869,7 @@ ROCMFORGE_API rf_result rf_generate(rf_session *s, const rf_generate_desc *desc,
     r = rfi_generate_begin(&g);
     if (r == RF_OK) r = rfi_generate_run(&g);
     if (r != RF_OK) g.err = NULL; /* err says why */
-    rfi_ahead_cancel(s, (uint32_t)desc->seq);
+    rfi_ahead_cancel(s);
     const rf_result settled = rfi_generate_settle(&g);
     s->n_logits = 0;
     if (r == RF_OK) r = settled;

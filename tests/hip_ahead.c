@@ -387,6 +387,192 @@ static void test_no_numbers(void) {
     }
 }
 
+/* ---- requests of a scheduler ---- */
+
+enum { N_REQUESTS = 7, MOST = 20, N_SEQ = 8 };
+typedef struct request {
+    rf_sampler_desc sampler;
+    uint32_t n_prompt, max_tokens, stop_at; /* stop_at: on_token ends it with that token; 0: never */
+    uint32_t joins, leaves;                 /* the steps before which it is submitted, cancelled; 0: never cancelled */
+} request;
+static const rf_logit_bias never_ends = {2, -100}, ends_soon = {2, 4};
+static const request requests[N_REQUESTS] = {
+    {{0}, 5, 14, 0, 0, 0},
+    {{.temperature = 1, .seed = 1, .bias = &never_ends, .n_bias = 1}, 9, 18, 0, 0, 0},
+    {{.temperature = 0.9f, .top_k = 20, .top_p = 0.9f, .seed = 2, .bias = &ends_soon, .n_bias = 1}, 4, 0, 0, 0, 0},
+    {{.repeat_penalty = 1.3f, .frequency_penalty = 0.2f}, 12, 6, 0, 3, 0},
+    {{.temperature = 1, .seed = 3, .bias = &never_ends, .n_bias = 1}, 6, 0, 5, 6, 0},
+    {{.temperature = 1.2f, .seed = 4, .presence_penalty = 0.4f, .bias = &never_ends, .n_bias = 1}, 3, 0, 0, 7, 12},
+    {{.temperature = 1, .seed = 5, .bias = &never_ends, .n_bias = 1}, 8, 1, 0, 8, 0}};
+
+typedef struct told {
+    int32_t prompt[16], ids[MOST];
+    uint32_t n, stop_at, n_ends;
+    rf_result reason;
+    rf_sampler sampler;
+} told;
+static int on_told(int32_t token, void *user) {
+    told *o = user;
+    if (o->n < MOST) o->ids[o->n++] = token;
+    return o->n == o->stop_at || o->n == MOST;
+}
+static void on_end(rf_result reason, void *user) {
+    told *o = user;
+    o->reason = reason, o->n_ends++;
+}
+static void submit(rig *r, rf_scheduler *sch, uint32_t i, told *o) {
+    memset(o, 0, sizeof *o);
+    mg_tokens(o->prompt, requests[i].n_prompt, r->n_vocab < 300 ? r->n_vocab : 300, 20 + i);
+    o->stop_at = requests[i].stop_at;
+    CHECK(rf_sampler_init(&o->sampler, &requests[i].sampler, NULL) == RF_OK);
+    const rf_request request = {.prompt = o->prompt, .n_prompt = requests[i].n_prompt, .max_tokens = requests[i].max_tokens, .sampler = &o->sampler,
+                                .on_token = on_told, .on_end = on_end, .user = o};
+    CHECK(rf_scheduler_submit(sch, &request, &r->err) == RF_OK, "%s", r->err.text);
+}
+
+static rf_scheduler *open_scheduler(rig *r) {
+    const rf_tokenizer *t = NULL;
+    rf_scheduler *sch = NULL;
+    CHECK(rf_model_get_tokenizer(r->m, &t, NULL) == RF_OK && rf_scheduler_open(r->s, t, N_REQUESTS, &sch, &r->err) == RF_OK, "%s", r->err.text);
+    return sch;
+}
+static int open_served(rig *r, const model *m, int ahead) {
+    model served = *m;
+    served.session.n_seq_max = N_SEQ, served.session.n_batch = served.session.n_logits_max = 16;
+    return open_model(r, &served, NULL, ahead);
+}
+
+/* Each alone, where nothing runs ahead. */
+static void tell_alone(const model *m, told *want) {
+    rig r;
+    if (!open_served(&r, m, 0)) return;
+    rf_scheduler *sch = open_scheduler(&r);
+    for (uint32_t i = 0, n = 1; sch && i < N_REQUESTS; i++, n = 1) {
+        submit(&r, sch, i, &want[i]);
+        while (n) REQUIRE(rf_scheduler_step(sch, &n, &r.err) == RF_OK, "%s", r.err.text);
+        CHECK(want[i].n_ends == 1 && want[i].reason == RF_OK && want[i].n > 0, "request %u", i);
+    }
+    CHECK(rf_scheduler_close(sch, NULL) == RF_OK && n_ahead == 0);
+    close_model(&r);
+}
+
+/* All, which join and leave. cancels_each: rf_session_cancel before each so-manieth step. Returns the steps. */
+static uint32_t tell_together(rig *r, rf_scheduler *sch, told *got, uint32_t cancels_each, uint32_t *n_failed) {
+    uint32_t step = 0, left = N_REQUESTS, n = 0, until = cancels_each;
+    for (int again = 0; (left || n) && step < 200; step += !again) {
+        for (uint32_t i = 0; i < N_REQUESTS && !again; i++) {
+            if (requests[i].joins == step) submit(r, sch, i, &got[i]), left--, n++;
+            if (requests[i].leaves && requests[i].leaves == step) CHECK(rf_scheduler_cancel(sch, &got[i], &r->err) == RF_OK);
+        }
+        again = until && n && --until == 0;
+        if (again) rf_session_cancel(r->s), until = cancels_each;
+        const rf_result res = rf_scheduler_step(sch, &n, &r->err);
+        CHECK(res == (again ? RF_ERR_CANCELLED : RF_OK) || (n_failed && res == RF_ERR_DEVICE), "step %u: %s: %s", step, rf_result_name(res), r->err.text);
+        if (n_failed) *n_failed += res != RF_OK;
+    }
+    return step;
+}
+
+/* A request's tokens are a prefix of those alone, all of them if it ended by itself, and some sequence holds them but the last. */
+static void compare(const rig *r, const model *m, const told *want, const told *got, const char *what) {
+    for (uint32_t i = 0; i < N_REQUESTS; i++) {
+        const told *w = &want[i], *o = &got[i];
+        const uint32_t n_prompt = requests[i].n_prompt;
+        CHECK(o->n_ends == 1, "%s, %s: request %u ended %u times", m->name, what, i, o->n_ends);
+        CHECK(o->n <= w->n && memcmp(o->ids, w->ids, o->n * sizeof *o->ids) == 0, "%s, %s: request %u: other tokens", m->name, what, i);
+        if (o->reason != RF_OK) continue;
+        CHECK(o->n == w->n && memcmp(o->sampler.rng, w->sampler.rng, sizeof w->sampler.rng) == 0, "%s, %s: request %u: %u of %u tokens", m->name, what, i, o->n, w->n);
+        int found = 0;
+        for (uint32_t seq = 0; r && seq < N_SEQ; seq++) {
+            const int32_t *tokens = r->s->tokens + (size_t)seq * r->s->desc.n_ctx;
+            found |= r->s->lengths[seq] == n_prompt + o->n - 1 && memcmp(tokens, o->prompt, n_prompt * sizeof *tokens) == 0 &&
+                     memcmp(tokens + n_prompt, o->ids, (o->n - 1) * sizeof *tokens) == 0;
+        }
+        CHECK(!r || found, "%s, %s: request %u: no sequence holds its tokens", m->name, what, i);
+    }
+}
+
+static void test_scheduler(void) {
+    static told want[N_REQUESTS], got[N_REQUESTS];
+    for (size_t m = 0; m < 2; m++) {
+        rig r;
+        tell_alone(&models[m], want);
+        for (uint32_t cancels_each = 0; cancels_each < 5; cancels_each += 4) {
+            if (!open_served(&r, &models[m], 1)) continue;
+            rf_scheduler *sch = open_scheduler(&r);
+            const uint32_t n_steps = tell_together(&r, sch, got, cancels_each, NULL);
+            compare(&r, &models[m], want, got, cancels_each ? "cancelled" : "together");
+            CHECK(got[5].reason == RF_ERR_CANCELLED && got[5].n > 2, "it was not cancelled");
+            if (!cancels_each) printf("    %s: %u of %u steps ran ahead\n", models[m].name, n_ahead, n_steps);
+            CHECK(cancels_each || n_ahead * 10 > n_steps * 6, "%s: %u of %u steps ran ahead", models[m].name, n_ahead, n_steps);
+            CHECK(!r.s->ahead.runs && !r.s->ahead.holds && r.m->store->share.n_active == 0, "a step is left");
+            submit(&r, sch, 1, &got[1]), submit(&r, sch, 0, &got[0]); /* closed while a step runs ahead */
+            for (int i = 0; i < 4; i++) CHECK(rf_scheduler_step(sch, NULL, &r.err) == RF_OK, "%s", r.err.text);
+            CHECK(r.s->ahead.runs == 1 && rf_scheduler_close(sch, NULL) == RF_OK && got[0].reason == RF_ERR_CANCELLED);
+            CHECK(!r.s->ahead.runs && !r.s->ahead.holds && r.m->store->share.n_active == 0, "a step is left");
+            close_model(&r);
+        }
+    }
+}
+
+/* A step that fails ends those that run; the sequences are what they say, and serve the same requests again. */
+static void test_scheduler_failures(void) {
+    static told want[N_REQUESTS], got[N_REQUESTS];
+    for (size_t m = 0; m < 2; m++) {
+        rig r;
+        uint32_t all_failed = 0;
+        tell_alone(&models[m], want);
+        if (!open_served(&r, &models[m], 1)) continue;
+        rf_scheduler *sch = open_scheduler(&r);
+        for (int call = 0; call < N_CALLS; call++)
+            for (int at = m ? 3 : 1; at < 12; at += m ? 7 : 5) {
+                uint32_t n_failed = 0;
+                fails_in[call] = at;
+                tell_together(&r, sch, got, 0, &n_failed);
+                CHECK(fails_in[call] == -1 || m, "call %d did not fail", call);
+                fails_in[call] = -1;
+                all_failed += n_failed;
+                compare(NULL, &models[m], want, got, "a failure");
+                CHECK(call != RUN_AHEAD || n_failed == 0, "%u failed", n_failed);
+                CHECK(!r.s->ahead.runs && !r.s->ahead.holds && r.m->store->share.n_active == 0, "a step is left");
+                for (uint32_t i = 0; i < N_REQUESTS; i++) /* the sequences of a failed step hold what they held */
+                    for (uint32_t seq = 0; seq < N_SEQ; seq++) CHECK(r.s->lengths[seq] < requests[i].n_prompt + MOST + 20, "too long");
+                tell_together(&r, sch, got, 0, NULL);
+                compare(&r, &models[m], want, got, "after a failure");
+            }
+        CHECK(all_failed > 2, "%u failures seen", all_failed);
+        CHECK(rf_scheduler_close(sch, NULL) == RF_OK);
+        close_model(&r);
+    }
+}
+
+/* More requests than a step that runs ahead may have rows, whose bits may differ: none runs ahead. */
+static void test_many_requests(void) {
+    enum { MANY = RFI_AHEAD_ROWS + 1 };
+    static told got[MANY];
+    rig r;
+    uint32_t n = 1;
+    model m = models[0];
+    m.session.n_seq_max = m.session.n_logits_max = m.session.n_batch = MANY;
+    REQUIRE(open_model(&r, &m, NULL, 1));
+    const rf_tokenizer *t = NULL;
+    rf_scheduler *sch = NULL;
+    CHECK(rf_model_get_tokenizer(r.m, &t, NULL) == RF_OK && rf_scheduler_open(r.s, t, MANY, &sch, &r.err) == RF_OK, "%s", r.err.text);
+    for (uint32_t i = 0; i < MANY; i++) submit(&r, sch, i ? 1 : 6, &got[i]); /* the first one wants one token */
+    for (uint32_t i = 1; i < MANY; i++) got[i].stop_at = 4 + i % 3;
+    uint32_t before = 0;
+    while (n) {
+        const uint32_t n_ran = n_ahead;
+        CHECK(rf_scheduler_step(sch, &n, &r.err) == RF_OK, "%s", r.err.text);
+        CHECK(n <= RFI_AHEAD_ROWS || n_ahead == n_ran, "%u rows ran ahead", n);
+        before = n_ahead;
+    }
+    CHECK(before > 2, "%u steps ran ahead", before);
+    for (uint32_t i = 1; i < MANY; i++) CHECK(got[i].reason == RF_OK && memcmp(got[i].ids, got[1].ids, 4 * sizeof *got[i].ids) == 0, "request %u", i);
+    CHECK(rf_scheduler_close(sch, NULL) == RF_OK);
+    close_model(&r);
+}
+
 /* ---- two models that have room for one ---- */
 
 static rig shared[2];
@@ -412,7 +598,7 @@ static void *write_long(void *arg) {
 }
 
 static void test_shared_budget(void) {
-    const model m = {"shared", NULL, {.type = MG_Q8_0, .n_layers = 1, .seed = 3}, {.n_ctx = 240}, 0};
+    const model m = {"shared", NULL, {.type = MG_Q8_0, .n_layers = 1, .seed = 3}, {.n_ctx = 240, .n_seq_max = 2}, 0};
     rf_device_desc dd = {0};
     rf_device *d = NULL;
     for (int i = 0; i < 2; i++) {
@@ -437,6 +623,17 @@ static void test_shared_budget(void) {
     CHECK(write_one(&shared[1], 3, NULL) == RF_OK, "%s", shared[1].err.text);
     CHECK(atomic_load(&n_said) < 150, "it waited for %u tokens", atomic_load(&n_said));
     pthread_join(thread, NULL);
+    static told got[2]; /* between two steps of a scheduler, one of which runs ahead */
+    uint32_t left = 1;
+    rf_scheduler *sch = open_scheduler(&shared[0]);
+    submit(&shared[0], sch, 1, &got[0]), submit(&shared[0], sch, 2, &got[1]);
+    for (uint32_t i = 0, n = 1; n; i++) {
+        CHECK(rf_scheduler_step(sch, &n, &shared[0].err) == RF_OK, "%s", shared[0].err.text);
+        if (i == 4) CHECK(shared[0].s->ahead.runs && write_one(&shared[1], 3, NULL) == RF_OK && shared[0].s->ahead.runs, "%s", shared[1].err.text);
+        if (i == 6) CHECK(rf_model_clear_device_cache(shared[0].m, &left, NULL) == RF_OK && left == 0, "%u tensors are held", left);
+    }
+    CHECK(got[0].reason == RF_OK && got[0].n == requests[1].max_tokens && got[1].reason == RF_OK);
+    CHECK(rf_scheduler_close(sch, NULL) == RF_OK);
     d->api = real;
     for (int i = 0; i < 2; i++) {
         rf_session_close(shared[i].s, NULL), rf_model_close(shared[i].m, NULL);
@@ -456,6 +653,9 @@ int main(int argc, char **argv) {
     RUN(test_ends);
     RUN(test_failures);
     RUN(test_no_numbers);
+    RUN(test_scheduler);
+    RUN(test_scheduler_failures);
+    RUN(test_many_requests);
     RUN(test_shared_budget);
     const hip_emu_counts after = hip_emu_get_counts();
     if (before.allocations != after.allocations || before.host_allocations != after.host_allocations || before.events != after.events ||
