@@ -17,7 +17,7 @@ HEADERS  = rocmforge.h $(wildcard tests/*.h)
 PROGRAMS = $(filter-out rocmforge_server,$(notdir $(EXAMPLES)))
 # the emulated kernels need any C++11 compiler
 HAVE_CXX = $(shell command -v $(CXX))
-EMULATED = $(if $(HAVE_CXX),$(B)/test_hip $(B)/hip_model $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_mtp $(B)/hip_group $(B)/hip_ranks $(B)/rocmforge_cli_emu $(B)/ranks_emu)
+EMULATED = $(if $(HAVE_CXX),$(B)/test_hip $(B)/hip_model $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_mtp $(B)/hip_ahead $(B)/hip_group $(B)/hip_ranks $(B)/rocmforge_cli_emu $(B)/ranks_emu)
 EMULATED_TESTS = $(filter-out %_emu,$(EMULATED))
 # test_sanitizers.sh runs all of test_hip, its slow part too
 SLOW_PARTS = $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_group +$(B)/hip_ranks
@@ -48,7 +48,7 @@ SLOW  = tests/test_sanitizers.sh tests/test_hipcc.sh tests/test_isa.sh tests/tes
 PARTS = tests/test_readme.sh tests/test_compile.sh tests/test_server.sh $(B)/test_corpus $(B)/test_draft
 BUILT = $(EMULATED) $(EXAMPLES) $(TESTS)
 test: $(filter-out $(SLOW),$(BUILT))    ## run the tests (3 minutes on two cores); suites that lack a tool are skipped
-	$(JOBS)sh tests/run.sh $(B) $(if $(HAVE_CXX),$(IN_PARTS:=@quick) $(B)/hip_mtp) \
+	$(JOBS)sh tests/run.sh $(B) $(if $(HAVE_CXX),$(IN_PARTS:=@quick) $(B)/hip_mtp $(B)/hip_ahead) \
 	  $(PARTS:=@quick) $(filter-out $(SLOW) $(PARTS),$(SCRIPTS) $(TESTS))
 
 test-all: programs    ## run the tests that `make test` leaves out (make deps installs their tools)
@@ -191,21 +191,22 @@ $(B)/kernels_emu.o: rocmforge_kernels.hip rocmforge.h tests/hip_emu.h tests/rccl
 $(B)/test_hip: tests/test_hip.cpp $(B)/kernels_emu.o
 	$(CXX) -std=c++11 $(CFLAGS) $(EMULATED_O) -DRF_TEST_EMU $^ -o $@ $(LIBS)
 
-# programs with the emulated kernels; all but hip_mtp see the library from outside
+# programs with the emulated kernels; all but hip_mtp and hip_ahead see the library from outside
 OUTSIDE = -DROCMFORGE_IMPLEMENTATION_DONE
 $(B)/hip_model: tests/hip_model.c
 $(B)/hip_goldens: tests/test_goldens.c
 $(B)/hip_recurrent: tests/test_recurrent.c
 $(B)/hip_mtp: tests/test_mtp.c
-$(B)/hip_mtp: OUTSIDE = $(INSIDE)
-$(B)/hip_mtp: $(B)/inside/rocmforge.h.gch
+$(B)/hip_ahead: tests/hip_ahead.c
+$(B)/hip_mtp $(B)/hip_ahead: OUTSIDE = $(INSIDE)
+$(B)/hip_mtp $(B)/hip_ahead: $(B)/inside/rocmforge.h.gch
 $(B)/hip_group: tests/test_group.c
 $(B)/hip_ranks: tests/hip_ranks.c
 $(B)/hip_threads: tests/test_threads.c
 $(B)/rocmforge_cli_emu: examples/rocmforge_cli.c
 $(B)/ranks_emu: examples/ranks.c
 $(B)/fuzz_models: tests/fuzz_models.c examples/rocmforge_cli.c $(HEADERS)
-$(B)/hip_model $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_mtp $(B)/hip_group $(B)/hip_ranks $(B)/hip_threads $(B)/rocmforge_cli_emu $(B)/ranks_emu $(B)/fuzz_models: $(B)/kernels_emu.o $(B)/rocmforge.a
+$(B)/hip_model $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_mtp $(B)/hip_ahead $(B)/hip_group $(B)/hip_ranks $(B)/hip_threads $(B)/rocmforge_cli_emu $(B)/ranks_emu $(B)/fuzz_models: $(B)/kernels_emu.o $(B)/rocmforge.a
 	$(CC) $(CFLAGS) $(SUITE_O) -DRF_TEST_EMU $(OUTSIDE) -I. -c $(firstword $(filter %.c,$^)) -o $@.o
 	$(CXX) $(CFLAGS) $@.o $(filter %.o %.a,$^) -o $@ $(LIBS)
 

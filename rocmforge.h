@@ -1538,8 +1538,11 @@ ROCMFORGE_API rf_result rf_scheduler_cancel(rf_scheduler *sch, const void *user,
 /* Run one batch.
  *   n_active  out  requests that run or wait afterwards; may be NULL
  * Returns as rf_session_eval. After RF_ERR_CANCELLED all is as before the step; any other failure ends the requests
- * that run, with it as the reason, and those that wait come next.   Memory none.   Cost: rf_session_eval of at most
- * n_batch rows.   Threads as above. */
+ * that run, with it as the reason, and those that wait come next.
+ * On a GPU that holds the whole model the next batch begins before the tokens of this one are known, if no request
+ * waits and at most 16 run, all in decode, without drafters, grammars and hooks; a request that is submitted then joins
+ * one step later.
+ * Memory none.   Cost: rf_session_eval of at most n_batch rows.   Threads as above. */
 ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active, rf_error *err);
 
 /* ---------------------------------------------------------------------------------------------------------------
@@ -5459,7 +5462,6 @@ struct rf_device {
     _Atomic uint64_t weight_bytes; /* allocated for weights now                                              */
     rfi_monitor monitor;           /* guards what follows                                                    */
     rfi_store *stores;
-    _Atomic uint32_t n_waiting;    /* calls that wait until a store is idle                                  */
     uint64_t clock;                /* counts uses of stores, for LRU                                         */
     rf_dev *fallback_dev;          /* CPU device for experts that the CPU computes; NULL until some are      */
 };
@@ -5705,6 +5707,16 @@ typedef struct rfi_share {
     rfi_placement placement;
 } rfi_share;
 
+/* A session's step that runs ahead of the host. Between two calls its store has it in a list, so that whoever wants the
+ * store to be idle can wait for it. */
+typedef struct rfi_ahead {
+    struct rfi_ahead *next; /* guarded by device.monitor, as is `holds` while it is in the list */
+    rf_ticket ticket;
+    int runs;               /* 1: there is one, perhaps done                                    */
+    uint32_t n_rows;
+    int holds;              /* 1: all tensors are held for it                                   */
+} rfi_ahead;
+
 /* Counters, without a lock. */
 typedef struct rfi_stats {
     _Atomic uint64_t tensors_loaded, residents_loaded, bytes_loaded; /* now                       */
@@ -5737,6 +5749,7 @@ struct rfi_store {
     /* guarded by device.monitor */
     rfi_store *next;
     rfi_share share;
+    rfi_ahead *ahead; /* steps that run while no call is in progress */
 
     /* By the placement: changes only while no call is active, so that calls read it without a lock; as do stream.n_uses
      * and cache.n_frames. */
@@ -7570,6 +7583,26 @@ static rfi_store *rfi_budget_lru(const rfi_store *s) { /* device.monitor held */
     return lru;
 }
 
+static void rfi_store_leave(rfi_store *s);
+
+/* Wait for the steps of a store that run ahead while no call is in progress, and end their holds. Returns whether there
+ * were some. */
+static int rfi_store_reclaim(rfi_store *s) { /* device.monitor held */
+    const int any = s->ahead != NULL;
+    for (; s->ahead; s->ahead = s->ahead->next) {
+        (void)s->device->api->ticket_wait(&s->ahead->ticket, RFI_WAIT_MS, NULL);
+        s->ahead->holds = 0;
+        rfi_store_release_all(s);
+        rfi_store_leave(s);
+    }
+    return any;
+}
+static int rfi_budget_reclaim(rf_device *d) { /* device.monitor held */
+    int any = 0;
+    for (rfi_store *s = d->stores; s; s = s->next) any |= rfi_store_reclaim(s);
+    return any;
+}
+
 /* Have a share of the device's budget. A cancel since `cancels` was read ends the wait for models in use. */
 static rf_result rfi_budget_acquire(rfi_store *s, uint64_t cancels, rf_error *err) { /* device.monitor held, yields */
     const uint64_t own = s->desc.budget_bytes ? s->desc.budget_bytes : UINT64_MAX;
@@ -7588,13 +7621,13 @@ static rf_result rfi_budget_acquire(rfi_store *s, uint64_t cancels, rf_error *er
         const uint64_t rest = rfi_min_u64(own, limit > others ? limit - others : 0);
         if (others == 0 || rfi_placement_choose(s, rest, p, NULL) == RF_OK) {
             rfi_placement_apply(s);
+        } else if (rfi_budget_reclaim(s->device)) {
+            continue;
         } else if (atomic_load(&s->cancels) != cancels) {
             return rfi_fail(err, RF_ERR_CANCELLED, 0, "%s: cancelled while it waited for its share of the device",
                             rfi_gguf_path(s->g));
         } else {
-            atomic_fetch_add(&s->device->n_waiting, 1);
             rfi_monitor_poll(&s->device->monitor); /* until a store becomes idle */
-            atomic_fetch_sub(&s->device->n_waiting, 1);
         }
     }
     return RF_OK;
@@ -7698,11 +7731,14 @@ static rf_result rfi_store_begin(rfi_store *s, uint64_t *cancels, rf_error *err)
     return r;
 }
 
+static void rfi_store_leave(rfi_store *s) { /* device.monitor held */
+    for (rfi_store *used = s; used; used = used->share.placement.lender ? used->lender : NULL)
+        if (--used->share.n_active == 0) rfi_monitor_wake(&s->device->monitor);
+}
 static void rfi_store_end(rfi_store *s) {
     rfi_store_see_cancels(s);
     rfi_monitor_lock(&s->device->monitor);
-    for (rfi_store *used = s; used; used = used->share.placement.lender ? used->lender : NULL)
-        if (--used->share.n_active == 0) rfi_monitor_wake(&s->device->monitor);
+    rfi_store_leave(s);
     rfi_monitor_unlock(&s->device->monitor);
 }
 
@@ -7879,6 +7915,7 @@ static rf_result rfi_store_preload(rfi_store *s, const uint32_t *layers, uint32_
 /* Clear what no call uses; if none is active, also give up the share of the budget. Returns the tensors left. */
 static uint32_t rfi_store_clear_unused(rfi_store *s) {
     rfi_monitor_lock(&s->device->monitor); /* so that no call begins meanwhile */
+    rfi_store_reclaim(s);
     const int idle = s->share.n_active == 0;
     const uint32_t left = idle ? rfi_store_unplace(s) : rfi_store_clear(s, 0);
     rfi_monitor_unlock(&s->device->monitor);
@@ -20668,8 +20705,7 @@ struct rf_session {
     uint32_t n_logits;            /* rows of the last eval that asked for logits             */
     uint32_t first_hidden;        /* row of `hidden` for the first one of a micro-batch      */
     const uint32_t *step_chosen;  /* rf_step.chosen of the step in progress                  */
-    int runs_ahead;               /* 1: a step of rfi_ahead_step may be running, which holds all tensors */
-    rf_ticket ahead;              /* of it                                                   */
+    rfi_ahead ahead;
     _Atomic uint32_t n_users;     /* schedulers                                              */
     _Atomic int cancel;
     uint32_t owns_model;          /* 1: rf_session_open_file opened the model, its device and file */
@@ -21097,6 +21133,7 @@ static uint32_t rfi_snapshot_take(rf_session *s, uint32_t seq, uint32_t pos, uin
     for (uint32_t i = 0; i < s->n_slots; i++) {
         const uint32_t at = slots[i].pos;
         if (at && (at == begin || at == s->lengths[seq] || (seq == 0 && at == s->rollback))) continue;
+        if (at && s->ahead.runs && at + 1 == s->lengths[seq]) continue; /* the step before may fail */
         const int late = slots[i].written && s->rows[slots[i].row].logits_row >= 0 ? 2 : slots[i].prompt;
         const uint64_t loss = at == 0 ? 0 : rfi_snapshot_gap(s, seq, at, pos) + ((uint64_t)late << 32);
         if (loss < min_loss) min_loss = loss, best = &slots[i];
@@ -32346,121 +32383,166 @@ ROCMFORGE_API rf_result rf_session_sample(rf_session *s, uint32_t i, rf_sampler 
  * does not wait for the host between two tokens. The host gets the token while that step runs. If the text ends with
  * it, the step is cut off again. */
 
-/* Whether all that a step of sequence seq needs is on the device, and stays there, and nobody waits for it to be given
- * back. */
-static int rfi_ahead_is_ready(const rf_session *s, uint32_t seq) {
-    const rf_model *m = s->m;
-    const rfi_store *store = m->store;
-    if (!s->draws || !m->device->is_gpu || rfi_group_size(m->device) > 1 || m->plan.given != RF_NONE) return 0;
-    if (s->desc.mtp || s->fallback || store->in_place || store->cache.n_frames || store->n_lent) return 0;
-    return s->lengths[seq] < s->desc.n_ctx && s->n_logits == 1 && !s->is_copied[0] && rfi_store_all_loaded(store) &&
-           !atomic_load(&s->cancel) && !atomic_load(&m->device->n_waiting);
-}
-
-/* Each step that runs ahead holds all tensors until it has ended. */
+/* Steps that run ahead hold all tensors, if they are on the device, until the last one has ended. Returns whether. */
 static int rfi_ahead_hold(rf_session *s) {
-    if (rfi_store_begin(s->m->store, &s->loading_cancels, NULL) != RF_OK) return 0;
-    s->holds_all = rfi_store_hold_all(s->m->store);
-    if (!s->holds_all) rfi_store_end(s->m->store);
-    return s->holds_all;
+    rfi_store *store = s->m->store;
+    if (atomic_load(&store->stats.tensors_loaded) != store->plan.n_slots || store->in_place) return 0;
+    if (rfi_store_begin(store, &s->loading_cancels, NULL) != RF_OK) return 0;
+    s->ahead.holds = !store->cache.n_frames && !store->n_lent && rfi_store_hold_all(store);
+    if (!s->ahead.holds) rfi_store_end(store);
+    return s->ahead.holds;
 }
 static void rfi_ahead_release(rf_session *s) {
+    if (!s->ahead.holds) return;
+    s->ahead.holds = 0;
     rfi_store_release_all(s->m->store);
     rfi_store_end(s->m->store);
 }
 
-/* Submit the step of the token that lies at token_at of the scratch memory. Its place in the sequence stays free
- * until rfi_ahead_accept. Returns whether it was submitted; if not, rf_session_eval will say why. */
-static int rfi_ahead_submit(rf_session *s, uint32_t seq, uint64_t token_at, rf_ticket *ticket) {
-    const rf_token_row row = {.seq = (int32_t)seq, .pos = RF_POS_NEXT, .want_logits = 1};
-    const uint32_t chosen = (uint32_t)(1 + token_at / sizeof(int32_t));
-    uint32_t n_logits = 0;
+/* Leave a step running until the next call, which begins with rfi_ahead_enter. Others may end its hold meanwhile. */
+static void rfi_ahead_leave(rf_session *s) {
+    rfi_store *store = s->m->store;
+    rfi_monitor_lock(&store->device->monitor);
+    s->ahead.next = store->ahead;
+    store->ahead = &s->ahead;
+    store->share.last_used = ++store->device->clock;
+    rfi_monitor_wake(&store->device->monitor);
+    rfi_monitor_unlock(&store->device->monitor);
+}
+static void rfi_ahead_enter(rf_session *s) {
+    rfi_ahead **at = &s->m->store->ahead;
+    rfi_monitor_lock(&s->m->store->device->monitor);
+    while (*at && *at != &s->ahead) at = &(*at)->next;
+    if (*at) *at = s->ahead.next;
+    rfi_monitor_unlock(&s->m->store->device->monitor);
+}
+
+/* A sequence, and the row of the last step that has the logits of its last token. */
+typedef struct rfi_ahead_row {
+    uint32_t seq, row;
+    rf_sampler *sampler;
+    int goes_on;   /* if the text does not end, the token is evaluated next, so that its step may run ahead */
+    uint32_t draw; /* 1 + that of the session's draws which gives the token; 0: it is the row's argmax      */
+    int32_t token; /* -1: no logit is greater than -infinity                                                */
+} rfi_ahead_row;
+
+/* So many rows at most: their bits do not depend on each other, and some may be cut off. */
+#define RFI_AHEAD_ROWS 16u
+
+/* Whether a step of rows may run ahead. If one is cut off, its sequence has been longer by one: a ring must still have
+ * what rf_session_truncate promises. */
+static int rfi_ahead_is_ready(rf_session *s, rfi_ahead_row *rows, uint32_t n, uint32_t *n_draws) {
+    const rf_model *m = s->m;
+    int goes_on = 0, ready = n <= RFI_AHEAD_ROWS && s->draws && m->device->is_gpu && rfi_group_size(m->device) == 1 &&
+                             m->plan.given == RF_NONE && !s->desc.mtp && !s->fallback && !atomic_load(&s->cancel);
+    for (uint32_t i = 0; ready && i < m->plan.n_states; i++) {
+        const uint32_t window = m->plan.states[i].window;
+        ready = !window || s->state_cells[i] >= rfi_min_u64(s->desc.n_ctx, (uint64_t)window + s->desc.n_batch);
+    }
+    for (rfi_ahead_row *row = rows; ready && row < rows + n; row++) {
+        row->draw = rfi_sampler_takes_any(row->sampler) ? 0 : *n_draws + 1;
+        ready = row->row < s->n_logits && !s->is_copied[row->row] &&
+                (!row->draw || rfi_session_draw_of(s, (*n_draws)++, row->sampler, row->row));
+        goes_on |= row->goes_on;
+    }
+    return ready && goes_on && (s->ahead.runs || rfi_ahead_hold(s)) && s->ahead.holds;
+}
+
+/* End the step that runs ahead, if there is one, and cut it off: its tokens are none of the sequences'. */
+static void rfi_ahead_cancel(rf_session *s) {
+    if (!s->ahead.runs && !s->ahead.holds) return;
+    rfi_ahead_enter(s);
+    (void)s->m->device->api->ticket_wait(&s->ahead.ticket, RFI_WAIT_MS, NULL);
+    s->ahead.runs = 0;
+    rfi_ahead_release(s);
+    for (uint32_t i = 0; i < s->desc.n_seq_max; i++) rfi_session_cut(s, i, s->lengths[i], NULL);
+    s->n_logits = 0;
+}
+
+/* The same after a failure, r; lost: the step before, whose tokens were accepted, has failed, too. */
+static rf_result rfi_ahead_fail(rf_session *s, const rfi_ahead_row *rows, uint32_t n, int lost, rf_result r) {
+    rfi_ahead_cancel(s);
+    for (uint32_t i = 0; lost && i < n; i++) rfi_session_cut(s, rows[i].seq, s->lengths[rows[i].seq] - 1, NULL);
+    return r;
+}
+
+/* Submit the step of the rows that go on. Its tokens' places in the sequences stay free until rfi_ahead_accept. If it
+ * cannot be submitted, rf_session_eval will say why. */
+static void rfi_ahead_submit(rf_session *s, const rfi_ahead_row *rows, uint32_t n) {
+    rf_token_row next[RFI_AHEAD_ROWS];
+    uint32_t chosen[RFI_AHEAD_ROWS], n_next = 0;
+    const uint64_t argmax = s->buffer_offset[s->m->plan.argmax], draws = s->buffer_offset[s->m->plan.n_buffers];
     memcpy(s->eval_lengths, s->lengths, s->desc.n_seq_max * sizeof *s->eval_lengths);
     memcpy(s->eval_ends, s->lengths, s->desc.n_seq_max * sizeof *s->eval_ends);
-    s->eval_ends[seq]++;
-    s->step_chosen = &chosen;
-    const rf_result r = rfi_eval_batch(s, &row, 1, 0, &n_logits, ticket, NULL);
+    for (const rfi_ahead_row *row = rows; row < rows + n; row++) {
+        if (!row->goes_on) continue;
+        const uint64_t at = row->draw ? draws + (row->draw - 1) * sizeof(rf_draw) + offsetof(rf_draw, token)
+                                      : argmax + row->row * sizeof(int32_t);
+        chosen[n_next] = (uint32_t)(1 + at / sizeof(int32_t));
+        next[n_next++] = (rf_token_row){.seq = (int32_t)row->seq, .pos = RF_POS_NEXT, .want_logits = 1};
+        s->eval_ends[row->seq]++;
+    }
+    s->step_chosen = chosen;
+    s->holds_all = 1;
+    s->ahead.n_rows = 0;
+    const rf_result r = rfi_eval_batch(s, next, n_next, 0, &s->ahead.n_rows, &s->ahead.ticket, NULL);
     s->step_chosen = NULL;
     s->holds_all = 0;
-    rfi_session_raise_min_keep(s, seq, s->eval_lengths[seq]);
+    for (uint32_t i = 0; i < n_next; i++) {
+        const uint32_t seq = (uint32_t)next[i].seq;
+        rfi_session_raise_min_keep(s, seq, s->eval_lengths[seq]);
+        if (r != RF_OK) rfi_session_cut(s, seq, s->lengths[seq], NULL);
+    }
     if (r == RF_ERR_CANCELLED) atomic_store(&s->cancel, 1); /* the next eval's */
-    if (r != RF_OK) rfi_session_cut(s, seq, s->lengths[seq], NULL);
-    return r == RF_OK;
+    s->ahead.runs = r == RF_OK;
+    if (r == RF_OK) rfi_ahead_leave(s);
 }
 
-/* The step that runs ahead has ended, with r: what it leaves in the sequence begins with n tokens. */
-static rf_result rfi_ahead_end(rf_session *s, uint32_t seq, uint32_t n, rf_result r) {
-    s->runs_ahead = 0;
-    rfi_ahead_release(s);
-    rfi_session_cut(s, seq, n, NULL);
-    s->n_logits = 0;
-    return r;
-}
-
-/* Cut off the step that runs ahead, if there is one: its token is none of the sequence's. */
-static void rfi_ahead_cancel(rf_session *s, uint32_t seq) {
-    if (!s->runs_ahead) return;
-    (void)s->m->device->api->ticket_wait(&s->ahead, RFI_WAIT_MS, NULL);
-    rfi_ahead_end(s, seq, s->lengths[seq], RF_OK);
-}
-
-/* The token of the step that runs ahead is the sequence's next one. Returns as rf_session_eval; errors of the device
- * come when a token is sampled. */
-static rf_result rfi_ahead_accept(rf_session *s, uint32_t seq, int32_t token, rf_error *err) {
+/* The step that runs ahead is the sequences' next one: rfi_ahead_append gives them its tokens. Returns as
+ * rf_session_eval; errors of the device come when tokens are sampled. */
+static rf_result rfi_ahead_accept(rf_session *s, rf_error *err) {
     if (rfi_session_cancelled(s)) {
-        rfi_ahead_cancel(s, seq);
+        rfi_ahead_cancel(s);
         return rfi_fail(err, RF_ERR_CANCELLED, 0, "rf_session_eval: cancelled by rf_session_cancel");
     }
-    s->tokens[(uint64_t)seq * s->desc.n_ctx + s->lengths[seq]++] = token;
-    s->n_logits = 1;
-    s->is_copied[0] = 0;
+    rfi_ahead_enter(s);
+    s->n_logits = s->ahead.n_rows;
+    memset(s->is_copied, 0, s->n_logits * sizeof *s->is_copied);
     return RF_OK;
 }
-
-/* Wait for the step that runs ahead, whose token was accepted, as rf_session_eval does. */
-static rf_result rfi_ahead_wait(rf_session *s, uint32_t seq, rf_error *err) {
-    rf_result r = rfi_session_read(s, s->buffer_offset[s->m->plan.argmax], s->argmax, sizeof *s->argmax, err);
-    if (r != RF_OK) return rfi_ahead_end(s, seq, s->lengths[seq] - 1, r);
-    s->runs_ahead = 0;
-    rfi_ahead_release(s);
-    return r;
+static void rfi_ahead_append(rf_session *s, uint32_t seq, int32_t token) {
+    s->tokens[(uint64_t)seq * s->desc.n_ctx + s->lengths[seq]++] = token;
 }
 
-/* rf_session_sample of row 0, which is of sequence seq's last token. goes_on: if the text does not end, the token is
- * evaluated next, so that its step may run ahead. */
-static rf_result rfi_ahead_sample(rf_session *s, uint32_t seq, rf_sampler *sampler, int goes_on, int32_t *token,
-                                  rf_error *err) {
+/* Sample the last tokens' logits, and submit the step of what is chosen. *sampled = 0: no step may run ahead, and the
+ * caller samples. rows: after rfi_ahead_accept those of all its sequences. On failure they may have lost their last
+ * tokens. */
+static rf_result rfi_ahead_sample(rf_session *s, rfi_ahead_row *rows, uint32_t n, int *sampled, rf_error *err) {
     const rf_device_api *api = s->m->device->api;
-    const rf_plan *plan = &s->m->plan;
-    const int greedy = rfi_sampler_takes_any(sampler), ran = s->runs_ahead;
-    rf_ticket chosen = {0}, step = {0};
+    const int ran = s->ahead.runs;
+    const rf_ticket before = s->ahead.ticket;
+    rf_ticket chosen = {0};
+    uint32_t n_draws = 0;
     rf_result r = RF_OK;
-    if (!goes_on || !rfi_ahead_is_ready(s, seq) || !(greedy || rfi_session_draw_of(s, 0, sampler, 0)) ||
-        !rfi_ahead_hold(s)) {
-        if (ran) r = rfi_ahead_wait(s, seq, err);
-        return r == RF_OK ? rf_session_sample(s, 0, sampler, token, err) : r;
-    }
-    uint64_t at = s->buffer_offset[plan->argmax];
-    if (greedy) r = api->mem_read(s->queue, &s->scratch, at, s->argmax, sizeof *s->argmax, &chosen, err);
-    else r = rfi_session_submit_draws(s, 1, &chosen, err), at = s->buffer_offset[plan->n_buffers] +
-                                                                 offsetof(rf_draw, token);
-    const int runs = r == RF_OK && rfi_ahead_submit(s, seq, at, &step);
+    *sampled = rfi_ahead_is_ready(s, rows, n, &n_draws);
+    if (!*sampled && !ran) return RF_OK;
+    if (*sampled && n_draws) r = rfi_session_submit_draws(s, n_draws, &chosen, err);
+    if (r == RF_OK && (!*sampled || n_draws < n))
+        r = api->mem_read(s->queue, &s->scratch, s->buffer_offset[s->m->plan.argmax], s->argmax,
+                          s->n_logits * sizeof *s->argmax, &chosen, err);
+    if (*sampled && r == RF_OK) rfi_ahead_submit(s, rows, n);
     if (r == RF_OK) r = api->ticket_wait(&chosen, RFI_WAIT_MS, err);
-    if (ran && r != RF_OK) (void)api->ticket_wait(&s->ahead, RFI_WAIT_MS, NULL);
-    if (ran) rfi_ahead_release(s);
-    s->ahead = step, s->runs_ahead = runs;
-    if (!runs) rfi_ahead_release(s);
-    if (r != RF_OK) {
-        rfi_ahead_cancel(s, seq);
-        if (ran) rfi_session_cut(s, seq, s->lengths[seq] - 1, NULL);
-        s->n_logits = 0;
-        return r;
+    if (r != RF_OK)
+        return rfi_ahead_fail(s, rows, n, ran && api->ticket_wait(&before, RFI_WAIT_MS, NULL) != RF_OK, r);
+    if (!*sampled) s->ahead.runs = 0;
+    if (!s->ahead.runs) rfi_ahead_release(s);
+    for (uint32_t i = 0; *sampled && i < n; i++) {
+        rf_sampler *sampler = rows[i].sampler;
+        rows[i].token = rows[i].draw ? -1 : s->argmax[rows[i].row];
+        if (rows[i].draw) rfi_sampler_drawn(sampler, &s->draws[rows[i].draw - 1], &rows[i].token);
+        else if (rows[i].token >= 0) rf_sampler_accept(sampler, rows[i].token);
     }
-    *token = greedy ? s->argmax[0] : s->draws[0].token;
-    if (*token >= 0 && !greedy && sampler->desc.temperature > 0) rfi_random_bits(sampler->rng);
-    if (*token >= 0) return rf_sampler_accept(sampler, *token), RF_OK;
-    rfi_ahead_cancel(s, seq);
-    return rfi_sampler_fail(plan->n_vocab, err);
+    return RF_OK;
 }
 
 /* ==== 13j Speculation =================================================================================== >>draft
@@ -33022,6 +33104,9 @@ static void rfi_scheduler_end(rf_scheduler *sch, uint32_t i, rf_result reason) {
     sch->n_running--;
     memmove(sch->slots + i, sch->slots + i + 1, (sch->n_running - i) * sizeof *sch->slots);
     if (ended.seq >= 0) sch->used[ended.seq] = ++sch->n_ended;
+    if (ended.seq >= 0 && sch->session->ahead.runs)
+        rfi_session_cut(sch->session, (uint32_t)ended.seq, sch->session->lengths[ended.seq], NULL);
+    if (sch->n_running == 0) rfi_ahead_cancel(sch->session);
     if (ended.request.on_end) ended.request.on_end(reason, ended.request.user);
 }
 
@@ -33297,22 +33382,67 @@ static int rfi_scheduler_choose(rf_scheduler *sch, rfi_slot *slot, rf_result *re
     return slot->n_held == sch->desc->n_ctx;
 }
 
-ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active, rf_error *err) {
-    rfi_clear(err);
-    if (!sch) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_scheduler_step: scheduler is NULL");
-    if (rfi_device_check(sch->session->m->device, "rf_scheduler_step", err) != RF_OK) return RF_ERR_ARGUMENT;
+/* The batch that runs ahead is the current one: all requests that run are in it. */
+static rf_result rfi_scheduler_accept(rf_scheduler *sch, rf_error *err) {
+    const rf_result r = rfi_ahead_accept(sch->session, err);
+    for (rfi_slot *slot = sch->slots; r == RF_OK && slot < sch->slots + sch->n_running; slot++) {
+        rfi_ahead_append(sch->session, (uint32_t)slot->seq, slot->next);
+        slot->logits_row = (int32_t)slot->first_row, slot->n_new = 1;
+    }
+    return r;
+}
+
+/* Fill a batch, unless one runs ahead, and evaluate it. */
+static rf_result rfi_scheduler_eval(rf_scheduler *sch, rf_error *err) {
     rf_result r = RF_OK;
+    sch->step_seconds = 0;
+    if (sch->session->ahead.runs) return rfi_scheduler_accept(sch, err);
     while (sch->n_waiting && sch->n_running < sch->n_slots) rfi_scheduler_admit(sch);
     for (uint32_t i = 0; i < sch->n_running && r == RF_OK; i++)
         if (sch->slots[i].seq < 0) r = rfi_scheduler_begin(sch, &sch->slots[i], err);
     const double start = rfi_now();
     if (r == RF_OK) r = rfi_scheduler_draft(sch, err);
     if (r == RF_OK && sch->n_running) r = rf_session_eval(sch->session, sch->rows, rfi_scheduler_fill(sch), err);
-    sch->step_seconds = sch->has_prompts ? 0 : rfi_now() - start;
+    if (!sch->has_prompts) sch->step_seconds = rfi_now() - start;
     if (r == RF_OK && sch->step_seconds > 0 && !sch->on_paper)
         rfi_draft_costs_learn(&sch->draft_costs, sch->n_drafts, sch->step_seconds);
-    if (r == RF_OK) r = rfi_scheduler_read(sch, err);
-    if (r == RF_OK) rfi_scheduler_sample(sch);
+    return r == RF_OK ? rfi_scheduler_read(sch, err) : r;
+}
+
+/* Sample the current batch. If all requests are in decode and none waits, the next batch may run ahead, without those
+ * that are known to end. */
+static rf_result rfi_scheduler_sample_ahead(rf_scheduler *sch, rf_error *err) {
+    rf_session *s = sch->session;
+    rfi_ahead_row rows[RFI_AHEAD_ROWS];
+    const uint32_t n = sch->n_running;
+    int may = n <= RFI_AHEAD_ROWS && sch->n_waiting == 0, sampled = 0;
+    for (uint32_t i = 0; may && i < n; i++)
+        may = sch->slots[i].seq >= 0 && sch->slots[i].logits_row >= 0 && !sch->slots[i].request.drafter;
+    for (uint32_t i = 0, n_next = 0; (may || s->ahead.runs) && i < n; i++) {
+        rfi_slot *slot = &sch->slots[i];
+        const int ends = slot->n_held + slot->n_new == sch->desc->n_ctx ||
+                         slot->n_chosen + 1 == slot->request.max_tokens;
+        rows[i] = (rfi_ahead_row){.seq = (uint32_t)slot->seq, .row = (uint32_t)slot->logits_row,
+                                  .sampler = slot->request.sampler, .goes_on = may && !ends};
+        slot->first_row = n_next;
+        n_next += (uint32_t)rows[i].goes_on;
+    }
+    const rf_result r = may || s->ahead.runs ? rfi_ahead_sample(s, rows, n, &sampled, err) : RF_OK;
+    if (r == RF_OK && !sampled) rfi_scheduler_sample(sch);
+    for (uint32_t i = 0; r == RF_OK && sampled && i < n; i++) {
+        rfi_slot *slot = &sch->slots[i];
+        slot->is_sampled = 1, slot->next = rows[i].token;
+        slot->reason = slot->next < 0 ? RF_ERR_ARGUMENT : RF_OK;
+    }
+    return r;
+}
+
+ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active, rf_error *err) {
+    rfi_clear(err);
+    if (!sch) return rfi_fail(err, RF_ERR_ARGUMENT, 0, "rf_scheduler_step: scheduler is NULL");
+    if (rfi_device_check(sch->session->m->device, "rf_scheduler_step", err) != RF_OK) return RF_ERR_ARGUMENT;
+    rf_result r = rfi_scheduler_eval(sch, err);
+    if (r == RF_OK) r = rfi_scheduler_sample_ahead(sch, err);
     sch->in_callbacks = 1;
     /* Cancelled: nothing has changed. Any other failure ends every request that runs. */
     for (uint32_t i = 0; i < sch->n_running && r != RF_ERR_CANCELLED;) {
@@ -34474,9 +34604,12 @@ static rf_result rfi_generate_step(rfi_generating *g, int32_t token) {
     rf_drafter *drafter = g->d->drafter;
     rf_session *s = g->s;
     g->row = g->n_drafts = 0;
-    if (!drafter)
-        return s->runs_ahead ? rfi_ahead_accept(s, (uint32_t)g->d->seq, token, g->err)
-                             : rfi_generate_eval(g, &token, 1);
+    if (!drafter && !s->ahead.runs) return rfi_generate_eval(g, &token, 1);
+    if (!drafter) {
+        const rf_result accepted = rfi_ahead_accept(s, g->err);
+        if (accepted == RF_OK) rfi_ahead_append(s, (uint32_t)g->d->seq, token);
+        return accepted;
+    }
     const double start = rfi_now();
     rfi_drafter_append(drafter, token);
     const uint32_t max = rfi_drafter_count(drafter, &drafter->costs, 0, rfi_generate_max_drafts(g));
@@ -34679,6 +34812,21 @@ static rf_result rfi_generate_begin(rfi_generating *g) {
     return r == RF_OK ? rfi_generate_begin_drafts(g) : r;
 }
 
+static rf_result rfi_generate_sample(rfi_generating *g, int32_t *token) {
+    rf_session *s = g->s;
+    const rf_generate_desc *d = g->d;
+    const uint32_t seq = (uint32_t)d->seq, n = s->lengths[seq];
+    const int ends = n == s->desc.n_ctx || g->result->n_generated + 1 == d->max_tokens;
+    rfi_ahead_row row = {.seq = seq, .sampler = g->sampler, .goes_on = !ends};
+    int sampled = 0;
+    rf_result r = d->drafter ? RF_OK : rfi_ahead_sample(s, &row, 1, &sampled, g->err);
+    if (r != RF_OK && s->lengths[seq] < n) /* the step of the last token ran ahead, and failed */
+        g->result->last_token = s->tokens[(uint64_t)seq * s->desc.n_ctx + n - 1];
+    if (r == RF_OK && !sampled) return rf_session_sample(s, g->row, g->sampler, token, g->err);
+    *token = row.token;
+    return r == RF_OK && row.token < 0 ? rfi_sampler_fail(s->m->plan.n_vocab, g->err) : r;
+}
+
 /* Sample until the end. RF_ERR_CANCELLED is a way to end, too. */
 static rf_result rfi_generate_run(rfi_generating *g) {
     const rf_generate_desc *d = g->d;
@@ -34688,9 +34836,7 @@ static rf_result rfi_generate_run(rfi_generating *g) {
     while (r == RF_OK) {
         int32_t token = -1;
         if (g->matcher) rf_answer_guide(g->answer, g->matcher, g->sampler);
-        const int goes_on = !d->max_tokens || result->n_generated + 1 < d->max_tokens;
-        if (d->drafter) r = rf_session_sample(g->s, g->row, g->sampler, &token, g->err);
-        else r = rfi_ahead_sample(g->s, (uint32_t)d->seq, g->sampler, goes_on, &token, g->err);
+        r = rfi_generate_sample(g, &token);
         if (r != RF_OK) return r;
         result->last_token = token;
         result->n_generated++;
@@ -34737,7 +34883,7 @@ ROCMFORGE_API rf_result rf_generate(rf_session *s, const rf_generate_desc *desc,
     r = rfi_generate_begin(&g);
     if (r == RF_OK) r = rfi_generate_run(&g);
     if (r != RF_OK) g.err = NULL; /* err says why */
-    rfi_ahead_cancel(s, (uint32_t)desc->seq);
+    rfi_ahead_cancel(s);
     const rf_result settled = rfi_generate_settle(&g);
     s->n_logits = 0;
     if (r == RF_OK) r = settled;

@@ -1805,7 +1805,7 @@ static __global__ void rfk_write_step(rfk_step_args a) {
     if (threadIdx.x < a.n_rows) {
         const uint32_t chosen = a.chosen[threadIdx.x];
         rf_step_row row = a.row[threadIdx.x];
-        if (chosen) row.token = a.scratch[chosen - 1];
+        if (chosen) row.token = a.scratch[chosen - 1] < 0 ? 0 : a.scratch[chosen - 1]; /* none: any */
         a.rows[a.first + threadIdx.x] = row;
         a.ranges[a.first + threadIdx.x] = a.range[threadIdx.x];
     }

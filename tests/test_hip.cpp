@@ -3445,6 +3445,68 @@ static void test_queued_steps() {
     }
 }
 
+/* Greedy steps of `n_seq` sequences, each waited for, or all queued, where the device takes the tokens that it has chosen:
+ * those of all rows but every third one, which gets its first token again and again. */
+static std::vector<float> chosen_steps(rf_dev *d, uint32_t n_seq, bool whole, bool queued) {
+    enum { STEPS = 7 };
+    Rig g(d);
+    Small s = small_model(g, RF_TYPE_Q8_0);
+    std::vector<float> all;
+    const uint32_t top = g.buffer(1, RF_ROWS_LOGITS);
+    rf_op *o = g.op(RF_OP_ARGMAX, RF_ROWS_LOGITS);
+    o->in = s.out, o->out = top, o->argmax.n = Small::vocab, o->layer = 1;
+    g.plan.logits = s.out, g.plan.argmax = top, g.plan.n_vocab = Small::vocab;
+    rf_mem keep = {NULL, 0};
+    rf_ticket t;
+    const uint64_t row_bytes = (uint64_t)n_seq * Small::vocab * 4;
+    if (g.open(n_seq, n_seq, 64, n_seq) != RF_OK || api->mem_create(d, STEPS * row_bytes, &keep, &g.err) != RF_OK) {
+        CHECK(0, "%s", g.err.text);
+        return all;
+    }
+    std::vector<int32_t> tokens(n_seq);
+    std::vector<uint32_t> last(n_seq);
+    for (uint32_t i = 0; i < n_seq; i++) tokens[i] = (int32_t)(3 + i), last[i] = i;
+    for (int32_t k = 0; k < STEPS; k++) {
+        std::vector<rf_step_row> rows(n_seq);
+        std::vector<uint32_t> chosen(n_seq);
+        for (uint32_t i = 0; i < n_seq; i++) {
+            const bool again = i % 3 == 2;
+            const rf_step_row row = {again ? (int32_t)(3 + i) : queued && k ? 0 : tokens[i], (int32_t)i, k, (int32_t)i, 0, 0};
+            rows[i] = row;
+            chosen[i] = again || !queued || k == 0 ? 0 : 1 + (uint32_t)(g.buffer_offset[top] / 4) + i;
+        }
+        rf_step step = {rows.data(), NULL, last.data(), n_seq, n_seq, 0, chosen.data()};
+        const uint32_t n = (uint32_t)g.segment_ops.size();
+        for (uint32_t at = 0; at < n; at += whole ? n : 1)
+            CHECK(api->plan_run(g.prepared, g.queue, at, whole ? n : at + 1, &step, &t, &g.err) == RF_OK, "%s", g.err.text);
+        const rf_mem_at to = {&keep, k * row_bytes}, from = {&g.bind.scratch, g.buffer_offset[s.out]};
+        CHECK(api->mem_copy(g.queue, to, from, row_bytes, &t, &g.err) == RF_OK, "%s", g.err.text);
+        if (!queued)
+            CHECK(api->mem_read(g.queue, &g.bind.scratch, g.buffer_offset[top], tokens.data(), n_seq * 4, &t, &g.err) == RF_OK &&
+                      api->ticket_wait(&t, 60000, &g.err) == RF_OK, "%s", g.err.text);
+    }
+    all.resize((size_t)(STEPS * row_bytes / 4));
+    CHECK(api->mem_read(g.queue, &keep, 0, all.data(), STEPS * row_bytes, &t, &g.err) == RF_OK && api->ticket_wait(&t, 60000, &g.err) == RF_OK,
+          "%s", g.err.text);
+    const uint32_t beyond = (uint32_t)(g.bind.scratch.size_bytes / 4) + 1;
+    std::vector<rf_step_row> rows = rows_of(1, STEPS);
+    rf_step step = {rows.data(), NULL, last.data(), 1, 1, 0, &beyond};
+    g.err.code = RF_OK;
+    CHECK(api->plan_run(g.prepared, g.queue, 0, 1, &step, &t, &g.err) == RF_ERR_ARGUMENT && strstr(g.err.text, "row 0: its token"), "%s", g.err.text);
+    api->mem_release(d, &keep);
+    return all;
+}
+
+static void test_chosen_tokens() {
+    for (size_t d = 0; d < devices.size(); d++)
+        for (uint32_t n_seq = 1; n_seq <= 5; n_seq += 4)
+            for (int whole = 0; whole < 2; whole++) {
+                const std::vector<float> want = chosen_steps(devices[d], n_seq, whole, false), found = chosen_steps(devices[d], n_seq, whole, true);
+                CHECK(!want.empty() && want.size() == found.size() && memcmp(want.data(), found.data(), want.size() * sizeof want[0]) == 0,
+                      "device %zu, %u sequences%s: other values", d, n_seq, whole ? ", whole steps" : "");
+            }
+}
+
 static void test_times() {
     Rig g(devices[0]);
     Small s = small_model(g, RF_TYPE_Q8_0);
@@ -4292,6 +4354,7 @@ int main(int argc, char **argv) {
     RUN(test_attention_of_rows);
     RUN(test_small_model);
     RUN(test_queued_steps);
+    RUN(test_chosen_tokens);
     RUN(test_times);
     RUN(test_mem_sum);
     RUN(test_many_tickets);
