@@ -2438,6 +2438,13 @@ typedef struct rf_step_row {
     uint32_t from, to;
 } rf_step_row;
 
+/* A point in a queue's work; value 0: already reached. */
+typedef struct rf_queue rf_queue; /* work in order; one per session, one or more for copies */
+typedef struct rf_ticket {
+    rf_queue *queue;
+    uint64_t value;
+} rf_ticket;
+
 /* What varies from call to call; host memory, read only during plan_run. Rows of one sequence have consecutive,
  * ascending positions. */
 typedef struct rf_step {
@@ -2447,13 +2454,16 @@ typedef struct rf_step {
     uint32_t n_rows;
     uint32_t n_logits;          /* logits rows of this step                          */
     uint32_t first_logits_row;  /* they go to [first_logits_row, + n_logits)         */
-    const uint32_t *chosen;     /* [n_rows] 1 + the index in the scratch memory, as int32, of the row's token, which a
-                                   device with `draw` reads there; 0: the row has it. NULL: all have */
+    /* Tokens that a device with `draw` has chosen, where the host does not know them yet: 1 + the index in the scratch
+     * memory, as int32, of those of the rows, 0 for a row that has its own, and then of others */
+    const uint32_t *chosen;     /* [n_chosen]                                        */
+    uint32_t n_chosen;          /* 0: the rows have their tokens; else n_rows or more */
+    int32_t *tokens;            /* [n_chosen] pinned, out: those, -1 for none; NULL: nobody asks for them */
+    rf_ticket *known;           /* out: they are there; set before the step begins; NULL as well */
 } rf_step;
 
 /* Objects of a device, opaque to the host. */
 typedef struct rf_dev rf_dev;           /* an opened device                                            */
-typedef struct rf_queue rf_queue;       /* work in order; one per session, one or more for copies      */
 typedef struct rf_table rf_table;       /* the matrices of a model by slot, read by kernels            */
 typedef struct rf_prepared rf_prepared; /* a plan bound to a session's memory                          */
 
@@ -2475,12 +2485,6 @@ typedef struct rf_transfer {
     uint64_t n;
     uint32_t peer, is_send;
 } rf_transfer;
-
-/* A point in a queue's work; value 0: already reached. */
-typedef struct rf_ticket {
-    rf_queue *queue;
-    uint64_t value;
-} rf_ticket;
 
 /* How a device stores a weight. in_place: it can use the file's bytes where they are (host memory, aligned to `align`,
  * valid until weight_clear); size_bytes is then what a copy would need. */
@@ -20644,6 +20648,8 @@ static uint32_t rfi_session_eval_rows(const rf_model *m, const rf_session_desc *
     return (uint32_t)rfi_max_u64(d->n_batch, rfi_min_u64(n, d->n_ctx));
 }
 
+#define RFI_AHEAD_ROWS 16u /* of a step that runs ahead: bits of so many do not depend on each other, and some may end */
+
 /* The arrays of a session in host memory: where, type, member, elements for model m and desc d. */
 #define RFI_SESSION_ARRAYS(X)                                                                                          \
     X(RFI_ZEROED, uint64_t, buffer_offset, m->plan.n_buffers + 3ull) /* bytes into scratch; then draws' three     */  \
@@ -20679,6 +20685,7 @@ static uint32_t rfi_session_eval_rows(const rf_model *m, const rf_session_desc *
     X(RFI_PINNED, float, logits, m->config.arch->encoder ? 0 : (uint64_t)d->n_logits_max * m->plan.n_vocab)            \
     X(RFI_PINNED, int32_t, argmax, d->n_logits_max)                                                                    \
     X(RFI_ZEROED, uint8_t, is_copied, d->n_logits_max)  /* 1: logits holds that row                                */  \
+    X(RFI_PINNED, int32_t, next_tokens, RFI_AHEAD_ROWS) /* of rfi_ahead_row                                        */  \
     X(RFI_PINNED, rf_draw, draws, rfi_session_n_draws(m, d))       /* NULL: the host draws                         */  \
     X(RFI_PINNED, rf_draw_change, changes, (uint64_t)RF_DRAW_MAX_CHANGES * rfi_session_n_draws(m, d))                  \
     X(RFI_PINNED, float, hidden, d->mtp ? (uint64_t)d->n_batch * m->plan.n_embd : 0) /* of the last n_batch rows   */  \
@@ -20704,7 +20711,7 @@ struct rf_session {
     uint32_t rollback;            /* length of sequence 0 if rf_session_forward fails        */
     uint32_t n_logits;            /* rows of the last eval that asked for logits             */
     uint32_t first_hidden;        /* row of `hidden` for the first one of a micro-batch      */
-    const uint32_t *step_chosen;  /* rf_step.chosen of the step in progress                  */
+    const rf_step *step_ahead;    /* `chosen` and what follows of the step in progress, or NULL */
     rfi_ahead ahead;
     _Atomic uint32_t n_users;     /* schedulers                                              */
     _Atomic int cancel;
@@ -21677,7 +21684,11 @@ static rf_result rfi_eval_batch(rf_session *s, const rf_token_row *rows, uint32_
     const uint32_t n_embd = s->m->plan.n_embd, first_logits_row = *n_logits;
     const int mtp = s->m->config.is_mtp != 0;
     rf_step step = {.rows = s->rows, .logit_rows = s->logit_rows, .n_rows = n_rows,
-                    .first_logits_row = first_logits_row, .chosen = s->step_chosen};
+                    .first_logits_row = first_logits_row};
+    if (s->step_ahead) {
+        step.chosen = s->step_ahead->chosen, step.n_chosen = s->step_ahead->n_chosen;
+        step.tokens = s->step_ahead->tokens, step.known = s->step_ahead->known;
+    }
     memcpy(s->batch_begins, s->eval_lengths, s->desc.n_seq_max * sizeof *s->batch_begins);
     for (uint32_t i = 0; i < n_rows; i++) {
         uint32_t pos = s->eval_lengths[rows[i].seq]++;
@@ -21837,7 +21848,7 @@ static rf_result rfi_session_row(rf_session *s, uint32_t i, int all, float **out
     return r;
 }
 
-/* The device draws s->draws[0, n), n > 0, whose changes follow each other. *ticket: they are back in s->draws. */
+/* The device draws s->draws[0, n), n > 0, whose changes follow each other. */
 static rf_result rfi_session_submit_draws(rf_session *s, uint32_t n, rf_ticket *ticket, rf_error *err) {
     const rf_device_api *api = s->m->device->api;
     const rf_plan *plan = &s->m->plan;
@@ -21846,17 +21857,16 @@ static rf_result rfi_session_submit_draws(rf_session *s, uint32_t n, rf_ticket *
                                  .draws = at[0], .changes = at[1], .work = at[2], .n_rows = s->n_logits,
                                  .n_vocab = plan->n_vocab, .n_draws = n,
                                  .n_changes = s->draws[n - 1].first_change + s->draws[n - 1].n_changes};
-    const uint64_t bytes = n * sizeof *s->draws;
-    rf_result r = api->mem_write(s->queue, &s->scratch, at[0], s->draws, bytes, ticket, err);
+    rf_result r = api->mem_write(s->queue, &s->scratch, at[0], s->draws, n * sizeof *s->draws, ticket, err);
     if (r == RF_OK && batch.n_changes)
         r = api->mem_write(s->queue, &s->scratch, at[1], s->changes, batch.n_changes * sizeof *s->changes, ticket, err);
-    if (r == RF_OK) r = api->draw(s->queue, &s->scratch, &batch, ticket, err);
-    return r == RF_OK ? api->mem_read(s->queue, &s->scratch, at[0], s->draws, bytes, ticket, err) : r;
+    return r == RF_OK ? api->draw(s->queue, &s->scratch, &batch, ticket, err) : r;
 }
 static rf_result rfi_session_draw(rf_session *s, uint32_t n, rf_error *err) {
     rf_ticket ticket = {0};
     rf_result r = rfi_session_submit_draws(s, n, &ticket, err);
-    return r == RF_OK ? s->m->device->api->ticket_wait(&ticket, RFI_WAIT_MS, err) : r;
+    return r == RF_OK ? rfi_session_read(s, s->buffer_offset[s->m->plan.n_buffers], s->draws, n * sizeof *s->draws, err)
+                      : r;
 }
 
 ROCMFORGE_API rf_result rf_session_get_logits(rf_session *s, uint32_t i, float **logits, rf_error *err) {
@@ -32347,13 +32357,10 @@ static int rfi_session_draw_of(rf_session *s, uint32_t i, const rf_sampler *samp
     return rfi_sampler_changes(sampler, s->m->plan.n_vocab, draw, s->changes + draw->first_change);
 }
 
-/* The device has drawn: go on as if the sampler had. Returns 0 if there is no token, and the logits say why. */
-static int rfi_sampler_drawn(rf_sampler *s, const rf_draw *draw, int32_t *token) {
-    if (draw->token < 0) return 0;
+/* The device has drawn a token, not -1: go on as if the sampler had. */
+static void rfi_sampler_drawn(rf_sampler *s, int32_t token) {
     if (s->desc.temperature > 0) rfi_random_bits(s->rng);
-    *token = draw->token;
-    rf_sampler_accept(s, *token);
-    return 1;
+    rf_sampler_accept(s, token);
 }
 
 ROCMFORGE_API rf_result rf_session_sample(rf_session *s, uint32_t i, rf_sampler *sampler, int32_t *token,
@@ -32372,7 +32379,11 @@ ROCMFORGE_API rf_result rf_session_sample(rf_session *s, uint32_t i, rf_sampler 
     rf_result r = RF_OK;
     if (on_device && rfi_session_draw_of(s, 0, sampler, i)) {
         r = rfi_session_draw(s, 1, err);
-        if (r == RF_OK && rfi_sampler_drawn(sampler, &s->draws[0], token)) return RF_OK;
+        if (r == RF_OK && s->draws[0].token >= 0) { /* else the logits say why */
+            *token = s->draws[0].token;
+            rfi_sampler_drawn(sampler, *token);
+            return RF_OK;
+        }
     }
     if (r == RF_OK) r = rfi_session_row(s, i, 0, &logits, err);
     return r == RF_OK ? rf_sampler_sample(sampler, logits, s->m->plan.n_vocab, token, err) : r;
@@ -32423,11 +32434,9 @@ typedef struct rfi_ahead_row {
     rf_sampler *sampler;
     int goes_on;   /* if the text does not end, the token is evaluated next, so that its step may run ahead */
     uint32_t draw; /* 1 + that of the session's draws which gives the token; 0: it is the row's argmax      */
+    uint32_t at;   /* the token's in s->next_tokens                                                         */
     int32_t token; /* -1: no logit is greater than -infinity                                                */
 } rfi_ahead_row;
-
-/* So many rows at most: their bits do not depend on each other, and some may be cut off. */
-#define RFI_AHEAD_ROWS 16u
 
 /* Whether a step of rows may run ahead. If one is cut off, its sequence has been longer by one: a ring must still have
  * what rf_session_truncate promises. */
@@ -32467,26 +32476,28 @@ static rf_result rfi_ahead_fail(rf_session *s, const rfi_ahead_row *rows, uint32
 }
 
 /* Submit the step of the rows that go on. Its tokens' places in the sequences stay free until rfi_ahead_accept. If it
- * cannot be submitted, rf_session_eval will say why. */
-static void rfi_ahead_submit(rf_session *s, const rfi_ahead_row *rows, uint32_t n) {
+ * cannot be submitted, rf_session_eval will say why. *known: the tokens of all rows are in s->next_tokens. */
+static void rfi_ahead_submit(rf_session *s, rfi_ahead_row *rows, uint32_t n, rf_ticket *known) {
     rf_token_row next[RFI_AHEAD_ROWS];
-    uint32_t chosen[RFI_AHEAD_ROWS], n_next = 0;
+    uint32_t chosen[RFI_AHEAD_ROWS], n_next = 0, n_others = n;
+    const rf_step ahead = {.chosen = chosen, .n_chosen = n, .tokens = s->next_tokens, .known = known};
     const uint64_t argmax = s->buffer_offset[s->m->plan.argmax], draws = s->buffer_offset[s->m->plan.n_buffers];
     memcpy(s->eval_lengths, s->lengths, s->desc.n_seq_max * sizeof *s->eval_lengths);
     memcpy(s->eval_ends, s->lengths, s->desc.n_seq_max * sizeof *s->eval_ends);
-    for (const rfi_ahead_row *row = rows; row < rows + n; row++) {
-        if (!row->goes_on) continue;
+    for (rfi_ahead_row *row = rows; row < rows + n; row++) {
         const uint64_t at = row->draw ? draws + (row->draw - 1) * sizeof(rf_draw) + offsetof(rf_draw, token)
                                       : argmax + row->row * sizeof(int32_t);
-        chosen[n_next] = (uint32_t)(1 + at / sizeof(int32_t));
+        row->at = row->goes_on ? n_next : --n_others;
+        chosen[row->at] = (uint32_t)(1 + at / sizeof(int32_t));
+        if (!row->goes_on) continue;
         next[n_next++] = (rf_token_row){.seq = (int32_t)row->seq, .pos = RF_POS_NEXT, .want_logits = 1};
         s->eval_ends[row->seq]++;
     }
-    s->step_chosen = chosen;
+    s->step_ahead = &ahead;
     s->holds_all = 1;
     s->ahead.n_rows = 0;
     const rf_result r = rfi_eval_batch(s, next, n_next, 0, &s->ahead.n_rows, &s->ahead.ticket, NULL);
-    s->step_chosen = NULL;
+    s->step_ahead = NULL;
     s->holds_all = 0;
     for (uint32_t i = 0; i < n_next; i++) {
         const uint32_t seq = (uint32_t)next[i].seq;
@@ -32521,25 +32532,27 @@ static rf_result rfi_ahead_sample(rf_session *s, rfi_ahead_row *rows, uint32_t n
     const rf_device_api *api = s->m->device->api;
     const int ran = s->ahead.runs;
     const rf_ticket before = s->ahead.ticket;
-    rf_ticket chosen = {0};
+    rf_ticket known = {0};
     uint32_t n_draws = 0;
     rf_result r = RF_OK;
     *sampled = rfi_ahead_is_ready(s, rows, n, &n_draws);
     if (!*sampled && !ran) return RF_OK;
-    if (*sampled && n_draws) r = rfi_session_submit_draws(s, n_draws, &chosen, err);
-    if (r == RF_OK && (!*sampled || n_draws < n))
+    if (*sampled && n_draws) r = rfi_session_submit_draws(s, n_draws, &known, err);
+    known = (rf_ticket){0};
+    if (*sampled && r == RF_OK) rfi_ahead_submit(s, rows, n, &known);
+    if (*sampled && r == RF_OK && !known.queue) *sampled = 0; /* nothing of the step was submitted */
+    if (!*sampled)
         r = api->mem_read(s->queue, &s->scratch, s->buffer_offset[s->m->plan.argmax], s->argmax,
-                          s->n_logits * sizeof *s->argmax, &chosen, err);
-    if (*sampled && r == RF_OK) rfi_ahead_submit(s, rows, n);
-    if (r == RF_OK) r = api->ticket_wait(&chosen, RFI_WAIT_MS, err);
+                          s->n_logits * sizeof *s->argmax, &known, err);
+    if (r == RF_OK) r = api->ticket_wait(&known, RFI_WAIT_MS, err);
     if (r != RF_OK)
         return rfi_ahead_fail(s, rows, n, ran && api->ticket_wait(&before, RFI_WAIT_MS, NULL) != RF_OK, r);
     if (!*sampled) s->ahead.runs = 0;
     if (!s->ahead.runs) rfi_ahead_release(s);
     for (uint32_t i = 0; *sampled && i < n; i++) {
         rf_sampler *sampler = rows[i].sampler;
-        rows[i].token = rows[i].draw ? -1 : s->argmax[rows[i].row];
-        if (rows[i].draw) rfi_sampler_drawn(sampler, &s->draws[rows[i].draw - 1], &rows[i].token);
+        rows[i].token = s->next_tokens[rows[i].at];
+        if (rows[i].draw && rows[i].token >= 0) rfi_sampler_drawn(sampler, rows[i].token);
         else if (rows[i].token >= 0) rf_sampler_accept(sampler, rows[i].token);
     }
     return RF_OK;
@@ -33340,7 +33353,9 @@ static void rfi_scheduler_sample(rf_scheduler *sch) {
     const int drawn = n_draws && rfi_session_draw(s, n_draws, NULL) == RF_OK;
     for (uint32_t i = 0; drawn && i < sch->n_running; i++) {
         rfi_slot *slot = &sch->slots[i];
-        if (!slot->draw || !rfi_sampler_drawn(slot->request.sampler, &s->draws[slot->draw - 1], &slot->next)) continue;
+        if (!slot->draw || s->draws[slot->draw - 1].token < 0) continue;
+        slot->next = s->draws[slot->draw - 1].token;
+        rfi_sampler_drawn(slot->request.sampler, slot->next);
         slot->is_sampled = 1, slot->reason = RF_OK;
     }
     if (n < 2) return;

@@ -1785,7 +1785,7 @@ struct rfk_row_range {
 };
 
 /* A step's values travel as kernel arguments, which the runtime copies: none is overwritten while in flight. Tokens
- * that the host does not know are read from the scratch memory.
+ * that the host does not know are read from the scratch memory, and given to the host.
  *   grid 1   block 64 */
 #define RFK_STEP_ROWS 64
 struct rfk_step_args {
@@ -1794,18 +1794,21 @@ struct rfk_step_args {
     uint32_t logit_row[RFK_STEP_ROWS];
     uint32_t chosen[RFK_STEP_ROWS]; /* as rf_step.chosen */
     const int32_t *scratch;
+    int32_t *tokens;
     rf_step_row *rows;
     rfk_row_range *ranges; /* [rows of the step] of its sequences; beyond them empty */
     uint32_t *logit_rows;
-    uint32_t first, n_rows, n_logits;
+    uint32_t first, n_rows, n_logits, n_chosen;
     uint32_t *now, turn, epoch; /* for sums over members */
 };
 static __global__ void rfk_write_step(rfk_step_args a) {
     if (threadIdx.x == 0) a.now[0] = a.turn, a.now[1] = a.epoch;
+    const uint32_t chosen = threadIdx.x < a.n_chosen ? a.chosen[threadIdx.x] : 0;
+    const int32_t token = chosen ? a.scratch[chosen - 1] : -1;
+    if (chosen && a.tokens) a.tokens[a.first + threadIdx.x] = token;
     if (threadIdx.x < a.n_rows) {
-        const uint32_t chosen = a.chosen[threadIdx.x];
         rf_step_row row = a.row[threadIdx.x];
-        if (chosen) row.token = a.scratch[chosen - 1] < 0 ? 0 : a.scratch[chosen - 1]; /* none: any */
+        if (chosen) row.token = token < 0 ? 0 : token; /* none: any */
         a.rows[a.first + threadIdx.x] = row;
         a.ranges[a.first + threadIdx.x] = a.range[threadIdx.x];
     }
@@ -17927,10 +17930,11 @@ static rf_result rfk_check_step(const rf_prepared *p, const rf_step *step, rf_er
             return rfk_fail(err, RF_ERR_ARGUMENT, 0, i,
                             "hip: row %u: token %d, sequence %d of %u, position %d of %u, slots %u and %u of %u", i,
                             row->token, row->seq, p->n_seq, row->pos, p->n_ctx, row->from, row->to, p->n_slots);
-        if (step->chosen && step->chosen[i] > p->scratch_bytes / sizeof(int32_t))
+    }
+    for (uint32_t i = 0; i < step->n_chosen; i++)
+        if (step->chosen[i] > p->scratch_bytes / sizeof(int32_t))
             return rfk_fail(err, RF_ERR_ARGUMENT, 0, i, "hip: row %u: its token is %u of the scratch memory's %llu", i,
                             step->chosen[i] - 1, (unsigned long long)(p->scratch_bytes / sizeof(int32_t)));
-    }
     for (uint32_t i = 0; i < step->n_logits; i++)
         if (step->logit_rows[i] >= step->n_rows)
             return rfk_fail(err, RF_ERR_ARGUMENT, 0, i, "hip: logits %u of row %u, the step has %u", i,
@@ -17954,7 +17958,7 @@ static rf_result rfk_check_tokens(const rf_prepared *p, const rf_step *step, con
         int32_t row = op->flags & RF_OP_FIRST       ? 0
                       : op->flags & RF_OP_POSITIONS ? step->rows[t].pos
                                                     : step->rows[t].token;
-        const bool any = step->chosen && step->chosen[t] && !(op->flags & (RF_OP_FIRST | RF_OP_POSITIONS));
+        const bool any = t < step->n_chosen && step->chosen[t] && !(op->flags & (RF_OP_FIRST | RF_OP_POSITIONS));
         if (any) row = (int32_t)p->plan->n_vocab - 1;
         if (row >= 0 && (uint32_t)row >= p->plan->weights[op->weight].n_rows)
             return rfk_bad_op(p->plan, op, RF_ERR_ARGUMENT, "a token or position is none of the weight's rows", err);
@@ -17966,13 +17970,14 @@ static rf_result rfk_check_tokens(const rf_prepared *p, const rf_step *step, con
 static rf_result rfk_write_step_values(rf_prepared *p, rf_queue *q, const rf_step *step, rf_error *err) {
     size_t row_bytes = step->n_rows * sizeof *step->rows, logit_bytes = step->n_logits * sizeof *step->logit_rows;
     const uint32_t turn = p->members ? p->members->turn : 0, epoch = p->members ? p->members->epoch : 0;
-    if (!step->chosen && p->written_by == q && p->n_rows == step->n_rows && p->n_row_logits == step->n_logits &&
+    if (step->n_chosen == 0 && p->written_by == q && p->n_rows == step->n_rows && p->n_row_logits == step->n_logits &&
         p->turn == turn && p->epoch == epoch &&
         memcmp(p->host_rows, step->rows, row_bytes) == 0 &&
         (logit_bytes == 0 || memcmp(p->host_logit_rows, step->logit_rows, logit_bytes) == 0))
         return RF_OK;
     p->written_by = NULL;
     uint32_t max = step->n_rows > step->n_logits ? step->n_rows : step->n_logits;
+    if (step->n_chosen > max) max = step->n_chosen;
     for (uint32_t first = 0; first < max; first += RFK_STEP_ROWS) {
         rfk_step_args a;
         memset(&a, 0, sizeof a);
@@ -17980,17 +17985,19 @@ static rf_result rfk_write_step_values(rf_prepared *p, rf_queue *q, const rf_ste
         a.ranges = p->ranges;
         a.logit_rows = p->logit_rows;
         a.scratch = p->scratch;
+        a.tokens = step->tokens;
         a.now = p->now;
         a.turn = turn;
         a.epoch = epoch;
         a.first = first;
         for (; a.n_rows < RFK_STEP_ROWS && first + a.n_rows < step->n_rows; a.n_rows++) {
             a.row[a.n_rows] = step->rows[first + a.n_rows];
-            if (step->chosen) a.chosen[a.n_rows] = step->chosen[first + a.n_rows];
             if (first + a.n_rows < p->n_ranges) a.range[a.n_rows] = p->host_ranges[first + a.n_rows];
         }
         for (; a.n_logits < RFK_STEP_ROWS && first + a.n_logits < step->n_logits; a.n_logits++)
             a.logit_row[a.n_logits] = step->logit_rows[first + a.n_logits];
+        for (; a.n_chosen < RFK_STEP_ROWS && first + a.n_chosen < step->n_chosen; a.n_chosen++)
+            a.chosen[a.n_chosen] = step->chosen[first + a.n_chosen];
         rf_result r = rfk_check(p->dev, err, rfk_launch(rfk_write_step, dim3(1), dim3(RFK_STEP_ROWS), q->stream, a),
                                 "hipLaunchKernel", "a step's values", 0);
         if (r != RF_OK) return r;
@@ -18002,7 +18009,7 @@ static rf_result rfk_write_step_values(rf_prepared *p, rf_queue *q, const rf_ste
     p->n_row_logits = step->n_logits;
     p->turn = turn;
     p->epoch = epoch;
-    if (!step->chosen) p->written_by = q;
+    if (step->n_chosen == 0) p->written_by = q;
     return RF_OK;
 }
 
@@ -18309,10 +18316,10 @@ static rf_result rfk_replay(rf_prepared *p, rf_queue *q, const rf_step *step, in
     const int times = *replayed && !checks && p->tuning.event[0];
     rf_step known = *step;
     rf_step_row row = step->rows[0];
-    if (*replayed && checks && step->chosen) {
+    if (*replayed && checks && step->n_chosen) {
         r = rfk_read_token(p, q, &row.token, err);
         known.rows = &row;
-        known.chosen = NULL;
+        known.n_chosen = 0;
     }
     if (r == RF_OK && *replayed && checks) r = rfk_write_checked_step(p, q, &known, err);
     if (times) rfk_before_timed(p, q, 1);
@@ -18447,6 +18454,7 @@ static rf_result rfk_plan_run(rf_prepared *p, rf_queue *q, uint32_t first, uint3
     if (r == RF_OK && first == 0 && last == p->n_segments) p->checked_generation = generation;
     if (r == RF_OK) rfk_begin_rows(p, step);
     if (r == RF_OK) r = rfk_write_step_values(p, q, step, err);
+    if (r == RF_OK && step->known) r = rfk_ticket_record(q, step->known, err);
     const int decode = r == RF_OK && first == 0 && last == p->n_segments && rfk_is_decode(p, step);
     int replayed = decode && rfk_can_replay(p, step);
     if (decode && !p->members) rfk_tune(p);

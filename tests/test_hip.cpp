@@ -3475,7 +3475,7 @@ static std::vector<float> chosen_steps(rf_dev *d, uint32_t n_seq, bool whole, bo
             rows[i] = row;
             chosen[i] = again || !queued || k == 0 ? 0 : 1 + (uint32_t)(g.buffer_offset[top] / 4) + i;
         }
-        rf_step step = {rows.data(), NULL, last.data(), n_seq, n_seq, 0, chosen.data()};
+        rf_step step = {rows.data(), NULL, last.data(), n_seq, n_seq, 0, chosen.data(), n_seq, NULL, NULL};
         const uint32_t n = (uint32_t)g.segment_ops.size();
         for (uint32_t at = 0; at < n; at += whole ? n : 1)
             CHECK(api->plan_run(g.prepared, g.queue, at, whole ? n : at + 1, &step, &t, &g.err) == RF_OK, "%s", g.err.text);
@@ -3490,7 +3490,7 @@ static std::vector<float> chosen_steps(rf_dev *d, uint32_t n_seq, bool whole, bo
           "%s", g.err.text);
     const uint32_t beyond = (uint32_t)(g.bind.scratch.size_bytes / 4) + 1;
     std::vector<rf_step_row> rows = rows_of(1, STEPS);
-    rf_step step = {rows.data(), NULL, last.data(), 1, 1, 0, &beyond};
+    rf_step step = {rows.data(), NULL, last.data(), 1, 1, 0, &beyond, 1, NULL, NULL};
     g.err.code = RF_OK;
     CHECK(api->plan_run(g.prepared, g.queue, 0, 1, &step, &t, &g.err) == RF_ERR_ARGUMENT && strstr(g.err.text, "row 0: its token"), "%s", g.err.text);
     api->mem_release(d, &keep);
