@@ -20648,7 +20648,7 @@ static uint32_t rfi_session_eval_rows(const rf_model *m, const rf_session_desc *
     return (uint32_t)rfi_max_u64(d->n_batch, rfi_min_u64(n, d->n_ctx));
 }
 
-#define RFI_AHEAD_ROWS 16u /* of a step that runs ahead: bits of so many do not depend on each other, and some may end */
+#define RFI_AHEAD_ROWS 16u /* of a step that runs ahead: bits of so many do not depend on each other */
 
 /* The arrays of a session in host memory: where, type, member, elements for model m and desc d. */
 #define RFI_SESSION_ARRAYS(X)                                                                                          \

@@ -665,15 +665,16 @@ static void test_shared_budget(void) {
 int main(int argc, char **argv) {
     RFT_BEGIN(argc, argv);
     const hip_emu_counts before = hip_emu_get_counts();
-    for (int trusted = 0; trusted < 2; trusted++) { /* graphs, with a check of their replays or without */
-        hip_emu_trusted_graphs(trusted);
-        RUN(test_loop);
-    }
-    RUN(test_ends);
-    RUN(test_failures);
+    /* graphs with a check of their replays, or without */
+    hip_emu_trusted_graphs(0);
+    RUN_SLOW(test_loop);
+    hip_emu_trusted_graphs(1);
+    RUN(test_loop);
+    RUN_SLOW(test_ends);
+    RUN_SLOW(test_failures);
     RUN(test_no_numbers);
     RUN(test_scheduler);
-    RUN(test_scheduler_failures);
+    RUN_SLOW(test_scheduler_failures);
     RUN(test_many_requests);
     RUN(test_shared_budget);
     const hip_emu_counts after = hip_emu_get_counts();
