@@ -20,7 +20,7 @@ HAVE_CXX = $(shell command -v $(CXX))
 EMULATED = $(if $(HAVE_CXX),$(B)/test_hip $(B)/hip_model $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_mtp $(B)/hip_ahead $(B)/hip_group $(B)/hip_ranks $(B)/rocmforge_cli_emu $(B)/ranks_emu)
 EMULATED_TESTS = $(filter-out %_emu,$(EMULATED))
 # test_sanitizers.sh runs all of test_hip, its slow part too
-SLOW_PARTS = $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_group +$(B)/hip_ranks
+SLOW_PARTS = $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_ahead $(B)/hip_group +$(B)/hip_ranks
 IN_PARTS = $(B)/test_hip $(SLOW_PARTS)
 
 # as many jobs as there are cores, unless -j says otherwise
@@ -48,7 +48,7 @@ SLOW  = tests/test_sanitizers.sh tests/test_hipcc.sh tests/test_isa.sh tests/tes
 PARTS = tests/test_readme.sh tests/test_compile.sh tests/test_server.sh $(B)/test_corpus $(B)/test_draft
 BUILT = $(EMULATED) $(EXAMPLES) $(TESTS)
 test: $(filter-out $(SLOW),$(BUILT))    ## run the tests (3 minutes on two cores); suites that lack a tool are skipped
-	$(JOBS)sh tests/run.sh $(B) $(if $(HAVE_CXX),$(IN_PARTS:=@quick) $(B)/hip_mtp $(B)/hip_ahead) \
+	$(JOBS)sh tests/run.sh $(B) $(if $(HAVE_CXX),$(IN_PARTS:=@quick) $(B)/hip_mtp) \
 	  $(PARTS:=@quick) $(filter-out $(SLOW) $(PARTS),$(SCRIPTS) $(TESTS))
 
 test-all: programs    ## run the tests that `make test` leaves out (make deps installs their tools)
