@@ -20,7 +20,7 @@ HAVE_CXX = $(shell command -v $(CXX))
 EMULATED = $(if $(HAVE_CXX),$(B)/test_hip $(B)/hip_model $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_mtp $(B)/hip_ahead $(B)/hip_group $(B)/hip_ranks $(B)/rocmforge_cli_emu $(B)/ranks_emu)
 EMULATED_TESTS = $(filter-out %_emu,$(EMULATED))
 # test_sanitizers.sh runs all of test_hip, its slow part too
-SLOW_PARTS = $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_group $(B)/hip_ahead +$(B)/hip_ranks
+SLOW_PARTS = $(B)/hip_goldens $(B)/hip_recurrent $(B)/hip_ahead $(B)/hip_group +$(B)/hip_ranks
 IN_PARTS = $(B)/test_hip $(SLOW_PARTS)
 
 # as many jobs as there are cores, unless -j says otherwise

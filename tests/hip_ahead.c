@@ -96,6 +96,13 @@ static void close_model(rig *r) {
     rig_close(r);
 }
 
+/* No step runs ahead, and none has left a state. */
+static void check_settled(const rf_session *s) {
+    CHECK(!s->ahead.runs && !s->ahead.holds && !s->m->store->ahead && s->m->store->share.n_active == 0, "a step is left");
+    for (uint32_t i = 0; i < s->desc.n_seq_max * s->n_slots; i++)
+        CHECK(s->snapshots[i].pos <= s->lengths[i / s->n_slots], "sequence %u has a state beyond its end", i / s->n_slots);
+}
+
 /* ---- what is said ---- */
 
 enum { SAID = 400 };
@@ -142,7 +149,7 @@ static rf_generate_result say(rig *r, said *o, rf_generate_desc d, uint32_t cut)
     o->part[k].length = length, o->part[k].last = result.last_token, o->part[k].cut = r->s->n_slots ? 0 : kept;
     memset(o->held, 0, sizeof o->held);
     memcpy(o->held, r->s->tokens, rf_session_length(r->s, 0) * sizeof *o->held);
-    CHECK(!r->s->ahead.runs && !r->s->ahead.holds && !r->m->store->ahead && r->m->store->share.n_active == 0, "a step is left");
+    check_settled(r->s);
     return result;
 }
 
@@ -262,7 +269,7 @@ static void check_ends(const model *m, int hot) {
     static said o[2];
     char stop[4] = "";
     for (int how = 0; how < N_ENDS; how++) {
-        if (m->session.n_batch == CUT && how != CONTEXT) continue;
+        if (m->session.n_batch == CUT ? how != CONTEXT : m->path && how >= BEFORE) continue;
         for (int ahead = 0; ahead < 2; ahead++) {
             rig r;
             if (!open_model(&r, m, NULL, ahead)) continue;
@@ -340,6 +347,7 @@ static void test_failures(void) {
                     fail_times = 1;
                     CHECK(call == RUN_AHEAD ? n == 0 : n >= 1, "%s: call %d fails after %d: %u breaks", models[m].name, call, at, n);
                     CHECK(memcmp(got.ids, want.ids, sizeof got.ids) == 0, "%s: call %d fails after %d: other tokens", models[m].name, call, at);
+                    if (at > 1 && call != RUN_AHEAD) CHECK((got.part[0].last >= 0) == (call == N_CALLS), "%s: call %d fails: last %d", models[m].name, call, got.part[0].last);
                     for (int i = 0; i < N_CALLS; i++) CHECK(fails_in[i] == -1, "call %d of %d did not fail", i, call);
                 }
             for (uint64_t n = 1; n <= n_calls; n += 1 + n_calls / 12) {
@@ -523,11 +531,11 @@ static void test_scheduler(void) {
             CHECK(got[5].reason == RF_ERR_CANCELLED && got[5].n > 2, "it was not cancelled");
             if (!cancels_each) printf("    %s: %u of %u steps ran ahead\n", models[m].name, n_ahead, n_steps);
             CHECK(cancels_each || n_ahead * 10 > n_steps * 6, "%s: %u of %u steps ran ahead", models[m].name, n_ahead, n_steps);
-            CHECK(!r.s->ahead.runs && !r.s->ahead.holds && r.m->store->share.n_active == 0, "a step is left");
+            check_settled(r.s);
             submit(&r, sch, 1, &got[1]), submit(&r, sch, 0, &got[0]); /* closed while a step runs ahead */
             for (int i = 0; i < 4; i++) CHECK(rf_scheduler_step(sch, NULL, &r.err) == RF_OK, "%s", r.err.text);
             CHECK(r.s->ahead.runs == 1 && rf_scheduler_close(sch, NULL) == RF_OK && got[0].reason == RF_ERR_CANCELLED);
-            CHECK(!r.s->ahead.runs && !r.s->ahead.holds && r.m->store->share.n_active == 0, "a step is left");
+            check_settled(r.s);
             close_model(&r);
         }
     }
@@ -553,7 +561,7 @@ static void test_scheduler_failures(void) {
                 all_failed += n_failed;
                 compare(NULL, &models[m], want, got, "a failure");
                 CHECK(call != RUN_AHEAD || n_failed == 0, "%u failed", n_failed);
-                CHECK(!r.s->ahead.runs && !r.s->ahead.holds && r.m->store->share.n_active == 0, "a step is left");
+                check_settled(r.s);
                 for (uint32_t i = 0; i < N_REQUESTS; i++) /* the sequences of a failed step hold what they held */
                     for (uint32_t seq = 0; seq < N_SEQ; seq++) CHECK(r.s->lengths[seq] < got[i].n_prompt + MOST + 20, "too long");
                 tell_together(&r, sch, got, 0, NULL);
@@ -665,8 +673,7 @@ static void test_shared_budget(void) {
 int main(int argc, char **argv) {
     RFT_BEGIN(argc, argv);
     const hip_emu_counts before = hip_emu_get_counts();
-    /* graphs with a check of their replays, or without */
-    hip_emu_trusted_graphs(0);
+    hip_emu_trusted_graphs(0); /* replays are checked */
     RUN_SLOW(test_loop);
     hip_emu_trusted_graphs(1);
     RUN(test_loop);
