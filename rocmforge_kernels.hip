@@ -2968,7 +2968,7 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_DRAW_BLOCK) rfk_draw(
     const bool top_k = p.draw.top_k && p.draw.top_k < a.n;
     uint64_t point = p.draw.random;
     uint32_t begin = 0;
-    if (top_k) rfk_draw_tighten<WAVE>(s, row, p.draw.top_k, 0);
+    if (top_k && p.draw.top_k < row.n) rfk_draw_tighten<WAVE>(s, row, p.draw.top_k, 0);
     if (p.draw.top_p) rfk_draw_tighten<WAVE>(s, row, 0, p.draw.top_p);
     if (!top_k && !p.draw.top_p) { /* the parts' sums say in which the point lies */
         uint32_t i = 0;
