@@ -33424,13 +33424,13 @@ static rf_result rfi_scheduler_eval(rf_scheduler *sch, rf_error *err) {
     return r == RF_OK ? rfi_scheduler_read(sch, err) : r;
 }
 
-/* Sample the current batch. If all requests are in decode and none waits, the next batch may run ahead, without those
- * that are known to end. */
+/* Sample the current batch. If all requests are in decode and none waits for a slot that is free, the next batch may
+ * run ahead, without those that are known to end. */
 static rf_result rfi_scheduler_sample_ahead(rf_scheduler *sch, rf_error *err) {
     rf_session *s = sch->session;
     rfi_ahead_row rows[RFI_AHEAD_ROWS];
     const uint32_t n = sch->n_running;
-    int may = n <= RFI_AHEAD_ROWS && sch->n_waiting == 0, sampled = 0;
+    int may = n <= RFI_AHEAD_ROWS && (sch->n_waiting == 0 || n == sch->n_slots), sampled = 0;
     for (uint32_t i = 0; may && i < n; i++)
         may = sch->slots[i].seq >= 0 && sch->slots[i].logits_row >= 0 && !sch->slots[i].request.drafter;
     for (uint32_t i = 0, n_next = 0; (may || s->ahead.runs) && i < n; i++) {

@@ -17,6 +17,7 @@ static uint32_t n_ahead, n_runs;     /* steps that ran ahead; all */
 static int fails_in[N_CALLS];        /* that many calls work before one fails; -1: none fails */
 static int fail_times = 1;           /* or so many in a row */
 static uint32_t cancel_at;           /* rf_session_cancel while that run is submitted; 0: never */
+static uint32_t cancel_wait;         /* and that wait                                           */
 static rf_session *cancels;
 
 static int fails(int call) {
@@ -37,6 +38,7 @@ static rf_result watch_run(rf_prepared *p, rf_queue *q, uint32_t first, uint32_t
     return real->plan_run(p, q, first, last, step, ticket, err);
 }
 static rf_result watch_wait(const rf_ticket *ticket, uint32_t timeout_ms, rf_error *err) {
+    if (cancel_wait && --cancel_wait == 0) rf_session_cancel(cancels);
     const rf_result r = real->ticket_wait(ticket, timeout_ms, err);
     return ticket->value && fails(WAIT) ? failed(err) : r;
 }
@@ -358,11 +360,13 @@ static void test_failures(void) {
                 CHECK(memcmp(got.ids, want.ids, sizeof got.ids) == 0, "%s: runtime call %d fails: other tokens", models[m].name, (int)n);
             }
             CHECK(broken > 2, "%u failures seen", broken);
-            for (uint32_t at = 1; at < 9; at += 3) {
+            for (uint32_t at = 2; at < 18; at += 3) {
                 rf_session_truncate(r.s, 0, 0, NULL, NULL);
-                n_runs = 0, cancel_at = at, cancels = r.s;
-                CHECK(say_all(&r, &desc, &got) == 1 && memcmp(got.ids, want.ids, sizeof got.ids) == 0, "%s: cancelled in run %u: other tokens", models[m].name, at);
-                cancel_at = 0;
+                n_runs = 0, cancels = r.s;
+                *(at % 2 ? &cancel_at : &cancel_wait) = at / 2;
+                const uint32_t n = say_all(&r, &desc, &got);
+                CHECK(n == 1 && memcmp(got.ids, want.ids, sizeof got.ids) == 0, "%s: cancelled in %s %u: %u breaks", models[m].name, at % 2 ? "run" : "wait", at / 2, n);
+                cancel_at = cancel_wait = 0;
             }
             close_model(&r);
         }
@@ -481,6 +485,15 @@ static void tell_alone(const model *m, told *want) {
     close_model(&r);
 }
 
+/* The scheduler and its session know of the same tokens, and nothing is left where a request has ended. */
+static void check_sequences(const rf_scheduler *sch) {
+    const rf_session *s = sch->session;
+    for (uint32_t i = 0; i < sch->n_running; i++)
+        CHECK(sch->slots[i].n_held == s->lengths[sch->slots[i].seq], "request %u holds %u tokens", i, sch->slots[i].n_held);
+    for (uint32_t i = 0; i < s->desc.n_seq_max * s->n_slots; i++)
+        CHECK(sch->used[i / s->n_slots] == RFI_SEQ_RUNS || s->snapshots[i].pos <= s->lengths[i / s->n_slots], "a state is left");
+}
+
 /* All, which join and leave. cancels_each: rf_session_cancel before each so-manieth step. Returns the steps. */
 static uint32_t tell_together(rig *r, rf_scheduler *sch, told *got, uint32_t cancels_each, uint32_t *n_failed) {
     uint32_t step = 0, left = N_REQUESTS, n = 0, until = cancels_each;
@@ -494,6 +507,7 @@ static uint32_t tell_together(rig *r, rf_scheduler *sch, told *got, uint32_t can
         const rf_result res = rf_scheduler_step(sch, &n, &r->err);
         CHECK(res == (again ? RF_ERR_CANCELLED : RF_OK) || (n_failed && res == RF_ERR_DEVICE), "step %u: %s: %s", step, rf_result_name(res), r->err.text);
         if (n_failed) *n_failed += res != RF_OK;
+        check_sequences(sch);
     }
     return step;
 }
