@@ -1540,8 +1540,8 @@ ROCMFORGE_API rf_result rf_scheduler_cancel(rf_scheduler *sch, const void *user,
  * Returns as rf_session_eval. After RF_ERR_CANCELLED all is as before the step; any other failure ends the requests
  * that run, with it as the reason, and those that wait come next.
  * On a GPU that holds the whole model the next batch begins before the tokens of this one are known, if no request
- * waits and at most 16 run, all in decode, without drafters, grammars and hooks; a request that is submitted then joins
- * one step later.
+ * waits for a sequence that is free and at most 16 run, all in decode, without drafters, grammars and hooks; a request
+ * that is submitted then joins one step later.
  * Memory none.   Cost: rf_session_eval of at most n_batch rows.   Threads as above. */
 ROCMFORGE_API rf_result rf_scheduler_step(rf_scheduler *sch, uint32_t *n_active, rf_error *err);
 
@@ -32481,6 +32481,7 @@ static void rfi_ahead_submit(rf_session *s, rfi_ahead_row *rows, uint32_t n, rf_
     rf_token_row next[RFI_AHEAD_ROWS];
     uint32_t chosen[RFI_AHEAD_ROWS], n_next = 0, n_others = n;
     const rf_step ahead = {.chosen = chosen, .n_chosen = n, .tokens = s->next_tokens, .known = known};
+    const uint32_t again = s->ahead.runs ? s->m->store->cache.n_held : 0; /* held for the step before */
     const uint64_t argmax = s->buffer_offset[s->m->plan.argmax], draws = s->buffer_offset[s->m->plan.n_buffers];
     memcpy(s->eval_lengths, s->lengths, s->desc.n_seq_max * sizeof *s->eval_lengths);
     memcpy(s->eval_ends, s->lengths, s->desc.n_seq_max * sizeof *s->eval_ends);
@@ -32507,6 +32508,7 @@ static void rfi_ahead_submit(rf_session *s, rfi_ahead_row *rows, uint32_t n, rf_
     if (r == RF_ERR_CANCELLED) atomic_store(&s->cancel, 1); /* the next eval's */
     s->ahead.runs = r == RF_OK;
     if (r == RF_OK) rfi_ahead_leave(s);
+    atomic_fetch_add_explicit(&s->m->store->stats.hits, again, memory_order_relaxed);
 }
 
 /* The step that runs ahead is the sequences' next one: rfi_ahead_append gives them its tokens. Returns as
