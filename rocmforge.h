@@ -1474,7 +1474,8 @@ typedef struct rf_generate_result {
  * Returns RF_OK, with the reason in result->finish; RF_ERR_ARGUMENT; RF_ERR_CONTEXT_FULL (the prompt does not fit; with
  * drop_turns: nor does its last turn), the sequence unchanged; errors of rf_chat_tokenize, rf_session_eval (not of
  * cancelling) and the sampler's, with result filled.
- * A prompt that is cancelled stays as far as it was evaluated, and the next call keeps it. No logits are kept.
+ * A prompt that is cancelled stays as far as it was evaluated, and the next call keeps it. The last token's logits are
+ * kept after RF_FINISH_LENGTH and RF_FINISH_CONTEXT, else none.
  * On a GPU that holds the whole model a token's step begins before the host knows the token; the last one is cut off
  * again. Callbacks may call rf_session_cancel, nothing else of the session.
  * Memory O(prompt + context) during the call.   Cost: rf_session_eval of what is new, then of each token.
@@ -20793,11 +20794,11 @@ static int rfi_place(uint64_t *end, uint64_t *offset, uint64_t n, uint64_t width
            rfi_align_up(*end, RF_STATE_ALIGN, end);
 }
 
-/* Bytes of a session's arrays in host memory; 0 if they do not fit 64 bits. */
+/* Bytes of a session and its arrays in host memory; 0 if they do not fit 64 bits. */
 static int rfi_session_host_bytes(const rf_model *m, const rf_session_desc *d, uint64_t *bytes) {
     uint64_t n;
     int fits = 1;
-    *bytes = 0;
+    *bytes = sizeof(rf_session);
 #define RFI_SESSION_BYTES(where, type, name, count) \
     fits = fits && rfi_mul(count, sizeof(type), &n) && rfi_add(*bytes, n, bytes);
     RFI_SESSION_ARRAYS(RFI_SESSION_BYTES)
@@ -34902,7 +34903,7 @@ ROCMFORGE_API rf_result rf_generate(rf_session *s, const rf_generate_desc *desc,
     if (r != RF_OK) g.err = NULL; /* err says why */
     rfi_ahead_cancel(s);
     const rf_result settled = rfi_generate_settle(&g);
-    s->n_logits = 0;
+    if (result->finish != RF_FINISH_LENGTH && result->finish != RF_FINISH_CONTEXT) s->n_logits = 0;
     if (r == RF_OK) r = settled;
     if (r == RF_OK) /* all but what the next turn begins with */
         r = rfi_mtp_read_all(desc->drafter, s->tokens + (uint64_t)(uint32_t)desc->seq * s->desc.n_ctx,

@@ -2824,7 +2824,7 @@ RFK_DEVICE rfk_draw_patch rfk_draw_apply(const rfk_draw_args &a, const rfk_draw_
     return patch;
 }
 
-/* The largest logit of the row: the part's argmax, or, of a row that changes, what rfk_draw_maxima found. */
+/* The largest logit of the row: that of its argmax, or, of a row that changes, what rfk_draw_maxima found. */
 template <int WAVE> RFK_DEVICE float rfk_draw_max(const rfk_draw_args &a, const rfk_draw_part_of &p) {
     if (p.draw.n_changes == 0) return a.logits[(size_t)p.draw.row * a.n + a.argmax[p.draw.row]];
     uint32_t best = RFK_KEY_NONE;
