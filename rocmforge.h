@@ -32479,7 +32479,7 @@ static rf_result rfi_ahead_fail(rf_session *s, const rfi_ahead_row *rows, uint32
 /* Submit the step of the rows that go on. Its tokens' places in the sequences stay free until rfi_ahead_accept. If it
  * cannot be submitted, rf_session_eval will say why. *known: the tokens of all rows are in s->next_tokens. */
 static void rfi_ahead_submit(rf_session *s, rfi_ahead_row *rows, uint32_t n, rf_ticket *known) {
-    rf_token_row next[RFI_AHEAD_ROWS];
+    rf_token_row next[RFI_AHEAD_ROWS] = {{0}};
     uint32_t chosen[RFI_AHEAD_ROWS], n_next = 0, n_others = n;
     const rf_step ahead = {.chosen = chosen, .n_chosen = n, .tokens = s->next_tokens, .known = known};
     const uint32_t again = s->ahead.runs ? s->m->store->cache.n_held : 0; /* held for the step before */
