@@ -2439,8 +2439,9 @@ typedef struct rf_step_row {
     uint32_t from, to;
 } rf_step_row;
 
-/* A point in a queue's work; value 0: already reached. */
 typedef struct rf_queue rf_queue; /* work in order; one per session, one or more for copies */
+
+/* A point in a queue's work; value 0: already reached. */
 typedef struct rf_ticket {
     rf_queue *queue;
     uint64_t value;
@@ -2459,8 +2460,8 @@ typedef struct rf_step {
      * memory, as int32, of those of the rows, 0 for a row that has its own, and then of others */
     const uint32_t *chosen;     /* [n_chosen]                                        */
     uint32_t n_chosen;          /* 0: the rows have their tokens; else n_rows or more */
-    int32_t *tokens;            /* [n_chosen] pinned, out: those, -1 for none; NULL: nobody asks for them */
-    rf_ticket *known;           /* out: they are there; set before the step begins; NULL as well */
+    int32_t *tokens;            /* [n_chosen] pinned, out: the chosen tokens, -1 where there is none; or NULL */
+    rf_ticket *known;           /* out: `tokens` are written, before the step's ops run; or NULL */
 } rf_step;
 
 /* Objects of a device, opaque to the host. */
@@ -32508,8 +32509,9 @@ static void rfi_ahead_submit(rf_session *s, rfi_ahead_row *rows, uint32_t n, rf_
     }
     if (r == RF_ERR_CANCELLED) atomic_store(&s->cancel, 1); /* the next eval's */
     s->ahead.runs = r == RF_OK;
-    if (r == RF_OK) rfi_ahead_leave(s);
+    if (r != RF_OK) return;
     atomic_fetch_add_explicit(&s->m->store->stats.hits, again, memory_order_relaxed);
+    rfi_ahead_leave(s);
 }
 
 /* The step that runs ahead is the sequences' next one: rfi_ahead_append gives them its tokens. Returns as
@@ -35449,6 +35451,9 @@ RFI_ONCE_CODE_END
  *            beside positions: rf_attention_params.block_unit; RF_OP_SQRT_SOFTPLUS, and ROUTE's ids by token.
  *          Ranks, a process a GPU: rf_rank_id, rf_device_desc.ranks, ROCMFORGE_RCCL. Section 2: rank_id to mem_forget,
  *            rf_transfer, rf_plan_members.wait_ms, arrive_from. One process's sums by RCCL, too, where that is faster.
+ *          On a GPU rf_generate and schedulers begin a step before the host has its tokens; rf_generate keeps logits
+ *            only after a limit or a full context. Section 2: rf_step.chosen, n_chosen, tokens, known;
+ *            rf_draw_batch.work.
  *   0.2.0  Renames and one rule for each kind of call; old -> new:
  *            rf_eval, rf_forward                 -> rf_session_eval, rf_session_forward
  *            rf_row                              -> rf_token_row
