@@ -12432,7 +12432,10 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_angles(rfk_angles_args a) {
 
 #define RFK_DECODE_CELLS 64u /* positions of a split, at least; half as many in a cluster */
 #define RFK_DECODE_GROUP 4u  /* queries of a block, at most; those of a larger group read the same cells */
-#define RFK_DECODE_NEAR 1024u /* positions: rows of up to so many have RFK_CLUSTER splits at most, where clusters are */
+/* Positions: rows of up to so many have RFK_CLUSTER splits at most, where clusters are. H200, behind 1,500 tokens, with
+ * 1,024, 2,048 and 4,096: 1B 2,035, 2,102 and 2,101 tok/s, 8B 598, 614 and 614; 8B behind 3,900: 569, 571 and 552. */
+#define RFK_DECODE_NEAR 2048u
+#define RFK_DECODE_FEW 256u /* a graph of one row for so many positions has fewer blocks */
 #define RFK_CLUSTER 8u       /* blocks of a cluster, at most: every GPU that has clusters has room for these */
 #define RFK_DECODE_RESIDENT 2 /* blocks of a multiprocessor that run at once */
 
@@ -18380,8 +18383,8 @@ static void rfk_list_ranges(rf_prepared *p, const rf_step *step) {
 }
 
 /* What the launches of a step's attention depend on. Positions are rounded up to a power of two: a graph of several
- * rows is captured again when a sequence outgrows it, a graph of one row is for all positions, for a cluster's, or a
- * quarter of these. */
+ * rows is captured again when a sequence outgrows it, a graph of one row is for all positions, for a cluster's, or for
+ * few. */
 static void rfk_begin_rows(rf_prepared *p, const rf_step *step) {
     uint32_t last = 0;
     rfk_list_ranges(p, step);
@@ -18396,8 +18399,8 @@ static void rfk_begin_rows(rf_prepared *p, const rf_step *step) {
     while (p->positions <= last) p->positions *= 2;
     if (step->n_rows == 1)
         p->positions = !p->dev->clusters || last >= RFK_DECODE_NEAR ? 0x80000000u
-                       : last >= RFK_DECODE_NEAR / 4                ? RFK_DECODE_NEAR
-                                                                    : RFK_DECODE_NEAR / 4;
+                       : last >= RFK_DECODE_FEW                     ? RFK_DECODE_NEAR
+                                                                    : RFK_DECODE_FEW;
 }
 
 /* The graph of a step of several rows; NULL: none. Captured when two in a row have as many rows and the same weights.

@@ -1838,18 +1838,19 @@ static void print_bench(app *a, double load_s, double peak, bench_row *rows, uin
     puts(o->json ? "]}" : "");
 }
 
-/* Parse -d into a->tokens; *deepest is the largest. */
-static int parse_depths(app *a, uint32_t *deepest) {
+/* Parse -d, or without one `depths`, at most `max` numbers, into a->tokens; *deepest is the largest. */
+static int parse_depths(app *a, const char *depths, uint32_t max, uint32_t *deepest) {
     int code;
     const ids *v = &a->tokens;
     int good;
-    if ((code = parse_ids(a, a->o.depths, &a->tokens, &good))) return code;
+    if (a->o.depths) depths = a->o.depths;
+    if ((code = parse_ids(a, depths, &a->tokens, &good))) return code;
     *deepest = 0;
     for (uint32_t i = 0; i < v->len; i++)
         if ((uint32_t)v->data[i] > *deepest) *deepest = (uint32_t)v->data[i];
-    if (good && v->len > 0 && v->len <= DEPTHS_MAX && *deepest <= 1 << 24) return DONE;
-    return fail(a, USAGE, "-d: want at most %u depths up to %u, like 0,4096,16384, got \"%s\"", DEPTHS_MAX, 1u << 24,
-                a->o.depths);
+    if (good && v->len > 0 && v->len <= max && *deepest <= 1 << 24) return DONE;
+    return fail(a, USAGE, "-d: want at most %u depth%s up to %u, like %s, got \"%s\"", max, max == 1 ? "" : "s",
+                1u << 24, max == 1 ? "4096" : "0,4096,16384", depths);
 }
 
 /* Decode tokens that do not count until a GPU has timed its launch configs, or eight of them changed nothing. */
@@ -1871,7 +1872,7 @@ static int measure_bench(app *a, bench_row *rows) {
     uint32_t deepest, n_rows = 0;
     double peak;
     uint64_t n = a->o.n_prompt + a->o.n_decode;
-    if ((code = parse_depths(a, &deepest))) return code;
+    if ((code = parse_depths(a, "0", DEPTHS_MAX, &deepest))) return code;
     n += deepest;
     if ((code = open_model(a, a->o.device))) return code;
     catch_interrupt(NULL); /* before there is a session */
@@ -1896,35 +1897,36 @@ static int measure_bench(app *a, bench_row *rows) {
 
 /* ---- bench --parallel ---- */
 
-#define PARALLEL_MAX 1024u  /* sequences */
-#define PARALLEL_DEPTH 256u /* tokens of each before the first step */
+#define PARALLEL_MAX 1024u /* sequences */
 
-/* Evaluate the first tokens once and copy them to n sequences; `n` itself keeps them. */
-static int fill_sequences(app *a, uint32_t n) {
+/* Evaluate the first `depth` tokens once and copy them to n sequences; `n` itself keeps them. */
+static int fill_sequences(app *a, uint32_t n, uint32_t depth) {
     int code;
-    rf_token_row rows[PARALLEL_DEPTH] = {{0}};
-    for (uint32_t i = 0; i < PARALLEL_DEPTH; i++)
-        rows[i] = (rf_token_row){.token = (int32_t)((i * 7919u + 1u) % a->info.n_vocab), .seq = (int32_t)n,
-                                 .pos = RF_POS_NEXT};
-    if (rf_session_length(a->s, (int32_t)n) == 0 &&
-        (code = lib(a, rf_session_eval(a->s, rows, PARALLEL_DEPTH, &a->err))))
-        return code;
+    uint32_t i = rf_session_length(a->s, (int32_t)n);
+    while (i < depth) {
+        rf_token_row rows[256] = {{0}};
+        uint32_t n_rows = 0;
+        for (; n_rows < 256 && i < depth; n_rows++, i++)
+            rows[n_rows] = (rf_token_row){.token = (int32_t)((i * 7919u + 1u) % a->info.n_vocab), .seq = (int32_t)n,
+                                          .pos = RF_POS_NEXT};
+        if ((code = lib(a, rf_session_eval(a->s, rows, n_rows, &a->err)))) return code;
+    }
     for (uint32_t seq = 0; seq < n; seq++)
         if ((code = lib(a, rf_session_copy(a->s, (int32_t)n, (int32_t)seq, &a->err)))) return code;
     return DONE;
 }
 
 /* Milliseconds of a step of one token of each of n sequences, all with logits: the median of the runs. */
-static int time_parallel(app *a, uint32_t n, double *ms) {
+static int time_parallel(app *a, uint32_t n, uint32_t depth, double *ms) {
     int code;
     double seconds[REPEAT_MAX];
     rf_token_row rows[PARALLEL_MAX];
-    rf_session_desc desc = session_desc(a, PARALLEL_DEPTH + a->o.n_decode, n);
+    rf_session_desc desc = session_desc(a, depth + a->o.n_decode, n);
     desc.n_seq_max = n + 1;
     if ((code = lib(a, rf_session_open(a->m, &desc, &a->s, &a->err)))) return code;
     catch_interrupt(a->s);
     for (int run = -1; run < (int)a->o.n_repeat; run++) { /* the first one does not count */
-        if ((code = fill_sequences(a, n))) return code;
+        if ((code = fill_sequences(a, n, depth))) return code;
         int32_t last;
         const double t = now();
         for (uint32_t k = 0; k < a->o.n_decode; k++) {
@@ -1945,22 +1947,25 @@ static int time_parallel(app *a, uint32_t n, double *ms) {
 
 static int run_parallel(app *a) {
     int code, good;
+    uint32_t depth;
     ids *v = &a->tokens;
+    if ((code = parse_depths(a, "256", 1, &depth))) return code;
     if ((code = parse_ids(a, a->o.parallel, v, &good))) return code;
     for (uint32_t i = 0; i < v->len; i++) good = good && v->data[i] > 0 && (uint32_t)v->data[i] <= PARALLEL_MAX;
     if (!good || v->len == 0 || v->len > DEPTHS_MAX || a->o.n_decode == 0)
         return fail(a, USAGE, "--parallel: want at most %u numbers of sequences, 1 to %u, like 1,2,4, and -n above 0, "
                     "got \"%s\"", DEPTHS_MAX, PARALLEL_MAX, a->o.parallel);
     if ((code = open_model(a, a->o.device))) return code;
-    if (a->o.ctx == 0) a->o.ctx = PARALLEL_DEPTH + a->o.n_decode;
+    const uint64_t length = (uint64_t)depth + a->o.n_decode;
+    if (a->o.ctx == 0) a->o.ctx = length;
     a->n_ctx = (uint32_t)a->o.ctx;
-    if (PARALLEL_DEPTH + a->o.n_decode > a->n_ctx) return too_long(a, PARALLEL_DEPTH + a->o.n_decode);
+    if (length > a->n_ctx) return too_long(a, length);
     if (a->o.json) fputs("{\"results\": [", stdout);
     else puts("sequences  step_ms  sequence_tok_s  all_tok_s");
     for (uint32_t i = 0; i < v->len; i++) {
         const uint32_t n = (uint32_t)v->data[i];
         double ms;
-        if ((code = time_parallel(a, n, &ms))) return code;
+        if ((code = time_parallel(a, n, depth, &ms))) return code;
         printf(a->o.json ? "%s{\"sequences\": %u, \"step_ms\": %.4f, \"sequence_tok_s\": %.2f, \"all_tok_s\": %.2f}"
                          : "%s%9u  %7.4f  %14.2f  %9.2f\n",
                a->o.json && i ? ", " : "", n, ms, rate(1e3, ms), rate(1e3 * n, ms));
@@ -2004,10 +2009,10 @@ static int on_drafted_token(int32_t token, void *user) {
     return interrupted;
 }
 
-/* Tokens a second of a greedy generation behind the first PARALLEL_DEPTH tokens. */
+/* Tokens a second of a greedy generation behind the prompt. */
 static int time_drafts(app *a, rf_drafter *drafter, drafted *g, double *tok_s) {
     int code;
-    const rf_generate_desc desc = {.ids = a->prompt.data, .n_ids = PARALLEL_DEPTH, .drafter = drafter,
+    const rf_generate_desc desc = {.ids = a->prompt.data, .n_ids = a->prompt.len, .drafter = drafter,
                                    .max_tokens = (uint32_t)a->o.n_decode, .on_token = on_drafted_token, .user = g};
     g->chosen.len = 0;
     if ((code = lib(a, rf_session_truncate(a->s, 0, 0, NULL, &a->err)))) return code;
@@ -2073,7 +2078,7 @@ static int bench_numbers(app *a, const ids *answer, uint32_t percent, double pla
     static const uint32_t numbers[] = {1, 2, 4, 8, 15, 0};
     int code = DONE;
     for (size_t k = 0; k < sizeof numbers / sizeof *numbers && !code; k++) {
-        oracle o = {answer, PARALLEL_DEPTH, a->info.n_vocab, percent, 1};
+        oracle o = {answer, a->prompt.len, a->info.n_vocab, percent, 1};
         if (numbers[k] <= a->o.draft_max) code = bench_drafts(a, &o, numbers[k], plain, g);
     }
     return code;
@@ -2081,18 +2086,21 @@ static int bench_numbers(app *a, const ids *answer, uint32_t percent, double pla
 
 static int measure_drafts(app *a, ids *answer, drafted *g) {
     int code, mtp;
+    uint32_t depth;
     ids *shares = &a->tokens;
     double plain[REPEAT_MAX], tok_s;
-    const uint64_t n = PARALLEL_DEPTH + a->o.n_decode;
     const uint32_t n_logits = (uint32_t)a->o.draft_max + 1;
+    if ((code = parse_depths(a, "256", 1, &depth))) return code;
+    const uint64_t n = depth + a->o.n_decode;
     if ((code = parse_shares(a, shares, &mtp))) return code;
     if ((code = open_model(a, a->o.device))) return code;
     if (mtp && (code = open_draft_model(a, NULL))) return code; /* before all that takes time */
     if (a->o.ctx == 0) a->o.ctx = n;
     if ((code = open_session(a, n, n, n_logits))) return code;
-    if ((code = reserve_ids(a, &a->prompt, PARALLEL_DEPTH))) return code;
+    if ((code = reserve_ids(a, &a->prompt, depth))) return code;
     if ((code = reserve_ids(a, answer, n)) || (code = reserve_ids(a, &g->chosen, n))) return code;
-    for (uint32_t i = 0; i < PARALLEL_DEPTH; i++) a->prompt.data[i] = (int32_t)((i * 7919u + 1u) % a->info.n_vocab);
+    for (; a->prompt.len < depth; a->prompt.len++)
+        a->prompt.data[a->prompt.len] = (int32_t)((a->prompt.len * 7919u + 1u) % a->info.n_vocab);
     for (int run = -1; run < (int)a->o.n_repeat; run++)
         if ((code = time_drafts(a, NULL, g, &plain[run < 0 ? 0 : run]))) return code;
     memcpy(answer->data, g->chosen.data, g->chosen.len * sizeof *answer->data);
@@ -2996,9 +3004,10 @@ static const flag flags[] = {
     {"-p", COUNT, AT(n_prompt), BENCH, 0, 0, 1 << 24, "N", "prompt tokens (512); TFLOP/s: weights used and attention"},
     {"-n", COUNT, AT(n_decode), BENCH, 0, 0, 1 << 24, "N", "tokens of a greedy text (128); GB/s: weights, k, v, state"},
     {"-r", COUNT, AT(n_repeat), BENCH, 0, 1, REPEAT_MAX, "N", "runs (3)"},
-    {"-d", TEXT, AT(depths), BENCH, 0, 0, 0, "0,4096,...", "tokens in the context before, a line for each (0)"},
+    {"-d", TEXT, AT(depths), BENCH, 0, 0, 0, "0,4096,...",
+     "tokens in the context before, a line for each (0); for --parallel and --draft one number (256)"},
     {"--parallel", TEXT, AT(parallel), BENCH, 0, 0, 0, "1,2,4,...",
-     "instead: steps of so many sequences, a token of each, after 256 tokens; a line for each"},
+     "instead: steps of so many sequences, a token of each; a line for each"},
     {"--draft", TEXT, AT(shares), BENCH, 0, 0, 0, "0,50,...,mtp",
      "instead: greedy text with 1, 2, 4, ... drafts a step, so many percent of them right, or the MTP heads'"},
     {"--peak", BYTES, AT(peak), BENCH, 0, 0, 0, "N", "read so much at once to measure the memory (1G); 0 = do not"},
@@ -3311,7 +3320,7 @@ static int run(app *a, int argc, char **argv) {
 }
 
 int main(int argc, char **argv) {
-    app a = {.o = {.max_tokens = NOT_GIVEN, .bos = 1, .n_prompt = 512, .n_decode = 128, .n_repeat = 3, .depths = "0",
+    app a = {.o = {.max_tokens = NOT_GIVEN, .bos = 1, .n_prompt = 512, .n_decode = 128, .n_repeat = 3,
                    .peak = 1000000000, .draft_max = 8, .top_k = NOT_GIVEN, .seed = NOT_GIVEN,
                    .penalty_last_n = NOT_GIVEN,
                    .dry_allowed = NOT_GIVEN, .dry_last_n = NOT_GIVEN, .mirostat = NOT_GIVEN, .think = NOT_GIVEN},

@@ -651,8 +651,8 @@ template <unsigned PER_WORD> struct hip_emu_wmma12 {
 struct hip_emu_s8 {
     enum { per_word = 4, kind = 1 };
     typedef int exact;
-    typedef int element;
-    HIP_EMU_UNCHECKED static int value(uint32_t word, unsigned i) { return static_cast<signed char>(word >> (8 * i)); }
+    typedef int16_t element; /* a processor adds products of these in pairs */
+    HIP_EMU_UNCHECKED static int16_t value(uint32_t word, unsigned i) { return static_cast<signed char>(word >> (8 * i)); }
 };
 template <bool SUBNORMALS> struct hip_emu_f16 {
     enum { per_word = 2, kind = 2 };
@@ -712,6 +712,19 @@ template <class L, class E> struct hip_emu_places {
     }
 };
 
+/* By vector instructions, whatever the rest is compiled with. */
+#if defined(__GNUC__) && !defined(__clang__)
+#define HIP_EMU_VECTORS __attribute__((optimize("O3")))
+#else
+#define HIP_EMU_VECTORS
+#endif
+template <class EXACT, unsigned N, class T>
+HIP_EMU_UNCHECKED HIP_EMU_VECTORS static EXACT hip_emu_dot(const T *a, const T *b) {
+    EXACT sum = 0;
+    for (unsigned k = 0; k < N; k++) sum += static_cast<EXACT>(a[k]) * b[k];
+    return sum;
+}
+
 /* d[i] = c[i] + the product's element that this lane's result i is. Lanes give their elements of A and B, and read all. */
 template <class L, class E, class R>
 HIP_EMU_UNCHECKED static void hip_emu_product(R *d, const void *a, const void *b, const R *c) {
@@ -740,9 +753,7 @@ HIP_EMU_UNCHECKED static void hip_emu_product(R *d, const void *a, const void *b
     for (unsigned i = 0; i < L::results; i++) {
         const hip_emu_cell cell = L::d(lane, hip_emu_wrong_kinds & E::kind ? (i + 1) % L::results : i);
         const element *row = all_a + cell.row * L::depth, *column = all_b + cell.column * L::depth;
-        typename E::exact sum = 0;
-        for (unsigned k = 0; k < L::depth; k++) sum += static_cast<typename E::exact>(row[k]) * column[k];
-        d[i] = c[i] + static_cast<R>(sum);
+        d[i] = c[i] + static_cast<R>(hip_emu_dot<typename E::exact, L::depth>(row, column));
     }
 }
 

@@ -612,6 +612,10 @@ for v in "" x G 1T 1.5G -1 20000000000G; do
 done
 expect 0 "bench --parallel" bench --gguf $model --parallel 1,3 -n 2 -r 1 --device cpu
 verdict "bench --parallel: a line for each" grep -q '^        3  *[0-9.]*[1-9][0-9.]*  *[0-9.]*[1-9][0-9.]*  *[0-9.]*[1-9]' "$t/out"
+expect 0 "bench --parallel -d" bench --gguf $model --parallel 2 -d 300 -n 2 -r 2 --device cpu
+expect 0 "bench --parallel -d 0" bench --gguf $model --parallel 2 -d 0 -n 2 -r 2 --device cpu
+expect 2 "bench --parallel -d 0,1" bench --gguf $model --parallel 2 -d 0,1 && says "bench --parallel -d 0,1" "\"0,1\""
+expect 1 "bench --parallel -d beyond --ctx" bench --gguf $model --parallel 2 -d 300 -n 4 --ctx 303 && says "bench --parallel -d beyond --ctx" "304 tokens"
 for v in "" x 0 1, 1025; do
     expect 2 "bench --parallel '$v'" bench --gguf $model --parallel "$v" && says "bench --parallel '$v'" "\"$v\""
 done

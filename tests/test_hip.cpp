@@ -3033,12 +3033,14 @@ struct RowsCase {
     uint32_t window; /* in a ring, with sinks and a cap; 0: all positions */
     uint32_t n_rows, each; /* each: rows of a sequence */
     uint32_t units;  /* of the emulated GPU: how many splits and shares there are */
+    bool far;        /* sequences that a cluster takes, and longer ones */
+    uint32_t ctx() const { return far ? 2560 : 640; }
 };
-enum : uint32_t { rows_ctx = 640 };
 
 /* Tokens of a sequence before the step: around the ends of splits, and a long one among short ones. */
-static uint32_t rows_before(uint32_t seq) {
-    static const uint32_t before[] = {63, 600, 0, 64, 3, 130, 257, 62};
+static uint32_t rows_before(const RowsCase &c, uint32_t seq) {
+    static const uint32_t before[] = {63, 600, 0, 64, 3, 130, 257, 62}, far[] = {2400, 63, 2047, 1100, 2048};
+    if (c.far) return far[seq % 5];
     return seq == 1 ? 600 : before[seq % 8] % 600;
 }
 
@@ -3065,7 +3067,7 @@ static void rows_case(const RowsCase &c, rf_dev *d, uint32_t wave) {
     Rig g(d);
     const uint32_t nq = c.n_heads * c.dim, nk = c.n_kv_heads * c.dim, n_seq = (c.n_rows + c.each - 1) / c.each,
                    q = g.buffer(nq), k = g.buffer(nk), v = g.buffer(nk), out = g.buffer(nq),
-                   n_cells = c.window ? (c.window + c.n_rows - 1 + 255) / 256 * 256 : (uint32_t)rows_ctx,
+                   n_cells = c.window ? (c.window + c.n_rows - 1 + 255) / 256 * 256 : c.ctx(),
                    state = g.state(c.n_kv_heads, c.dim, c.dim, c.window);
     const std::vector<float> norm[2] = {values(c.dim), values(c.dim)}, sinks = values(c.n_heads);
     for (uint32_t i = 0; i < c.dim / 4; i++) g.tables.push_back(powf(500.0f, -(float)i / (float)(c.dim / 4)));
@@ -3075,11 +3077,11 @@ static void rows_case(const RowsCase &c, rf_dev *d, uint32_t wave) {
     g.kv_store(k, v, state, c.n_kv_heads, c.dim, c.dim);
     rf_op *o = g.attention(q, out, state, c.n_heads, c.n_kv_heads, c.dim);
     if (c.window) o->attention.window = c.window, o->attention.softcap = 5, o->weight = g.vector(sinks);
-    REQUIRE(g.open(c.n_rows, 1, rows_ctx, n_seq, c.cache, c.window ? n_cells : 0) == RF_OK, "%s: %s", what, g.err.text);
+    REQUIRE(g.open(c.n_rows, 1, c.ctx(), n_seq, c.cache, c.window ? n_cells : 0) == RF_OK, "%s: %s", what, g.err.text);
 
     std::vector<rf_step_row> rows;
     for (uint32_t i = 0; i < c.n_rows; i++) {
-        rf_step_row row = {0, (int32_t)(i / c.each), (int32_t)(rows_before(i / c.each) + i % c.each), -1};
+        rf_step_row row = {0, (int32_t)(i / c.each), (int32_t)(rows_before(c, i / c.each) + i % c.each), -1};
         rows.push_back(row);
     }
     const std::vector<float> xq = values((size_t)c.n_rows * nq), xk = values((size_t)c.n_rows * nk), xv = values((size_t)c.n_rows * nk);
@@ -3089,7 +3091,7 @@ static void rows_case(const RowsCase &c, rf_dev *d, uint32_t wave) {
         for (uint64_t cell = 0; cell < cells; cell++) /* those of later positions hold what they may */
             for (uint32_t i = 0; i < c.dim; i++)
                 put_state(before, part ? v_base : 0, cell, c.dim, i, c.cache,
-                          cell % n_cells > rows_before((uint32_t)(cell / n_cells / c.n_kv_heads)) ? NAN : uniform(-1.5f, 1.5f));
+                          cell % n_cells > rows_before(c, (uint32_t)(cell / n_cells / c.n_kv_heads)) ? NAN : uniform(-1.5f, 1.5f));
     rf_ticket t;
     REQUIRE(api->mem_write(g.queue, &g.bind.state, 0, before.data(), before.size(), &t, &g.err) == RF_OK, "%s: %s", what, g.err.text);
     g.set(q, xq), g.set(k, xk), g.set(v, xv);
@@ -3177,6 +3179,10 @@ static void test_attention_of_rows() {
         {4, 1, 256, RF_CACHE_F16, true, false, 0, 12, 4, 9},
         {2, 1, 64, RF_CACHE_F16, true, true, 0, 12, 1, 9}, /* two queries: not in turn */
         {16, 4, 128, RF_CACHE_F16, true, true, 0, 16, 1, 33}, /* in turn on a GPU of 132 units, too */
+        {2, 1, 128, RF_CACHE_Q8_0, false, true, 0, 5, 1, 33, true},
+        {4, 1, 64, RF_CACHE_F16, true, true, 0, 5, 1, 9, true},
+        {3, 1, 64, RF_CACHE_F32, true, true, 0, 5, 1, 5, true},
+        {2, 1, 64, RF_CACHE_F16, false, false, 2100, 5, 1, 20, true}, /* whose window no cluster takes */
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i += stride)
         for (uint32_t index = 0; index < devices.size(); index++) {
