@@ -2615,15 +2615,17 @@ typedef struct rf_draw {
 /* A row is read in parts of so many logits; of each, logits and their places and RF_DRAW_PART_BYTES are written. */
 #define RF_DRAW_PART 4096u
 #define RF_DRAW_PART_BYTES 256u
-static inline uint64_t rf_draw_work_bytes(uint32_t n_vocab) {
-    return (n_vocab + (uint64_t)RF_DRAW_PART - 1) / RF_DRAW_PART * (6 * RF_DRAW_PART + RF_DRAW_PART_BYTES);
+#define RF_DRAW_AT_ONCE 16u /* draws that have memory to write at the same time: 0.8 MB each for 128,256 logits */
+static inline uint64_t rf_draw_work_bytes(uint32_t n_vocab, uint32_t n_draws) {
+    const uint64_t parts = (n_vocab + (uint64_t)RF_DRAW_PART - 1) / RF_DRAW_PART;
+    return parts * (6 * RF_DRAW_PART + RF_DRAW_PART_BYTES) * (n_draws < RF_DRAW_AT_ONCE ? n_draws : RF_DRAW_AT_ONCE);
 }
 
 /* What a device draws from: offsets into one block of device memory, multiples of 256. */
 typedef struct rf_draw_batch {
     uint64_t logits, argmax; /* float [n_rows, n_vocab]; int32 [n_rows], as RF_OP_ARGMAX finds them */
     uint64_t draws, changes; /* rf_draw [n_draws]; rf_draw_change [n_changes]                      */
-    uint64_t work;           /* n_draws times rf_draw_work_bytes(n_vocab), for the device to write */
+    uint64_t work;           /* rf_draw_work_bytes(n_vocab, n_draws), for the device to write      */
     uint32_t n_rows, n_vocab, n_draws, n_changes; /* n_vocab at most RF_DRAW_MAX_VOCAB              */
 } rf_draw_batch;
 
@@ -2639,7 +2641,7 @@ typedef struct rf_session_stats {
                               as much as many; 0: they do not, or that is not known                         */
 } rf_session_stats;
 
-#define RF_DEVICE_API_VERSION 17u
+#define RF_DEVICE_API_VERSION 18u
 
 /* The table of a device. Every entry may be called from any thread and leaves the thread's current device as it was.
  * Failures return a code and fill err; a device that is gone for good says so in device_info.lost. Asynchronous work
@@ -20820,10 +20822,12 @@ static rf_result rfi_session_layout(const rf_model *m, const rf_session_desc *d,
                           b->width, sizeof(float));
         if (buffer_offset) buffer_offset[i] = at;
     }
-    const uint64_t draw_bytes[] = {sizeof(rf_draw), RF_DRAW_MAX_CHANGES * sizeof(rf_draw_change),
-                                   rf_draw_work_bytes(plan->n_vocab)};
+    const uint32_t n_draws = rfi_session_n_draws(m, d);
+    const uint64_t draw_bytes[] = {(uint64_t)n_draws * sizeof(rf_draw),
+                                   (uint64_t)n_draws * RF_DRAW_MAX_CHANGES * sizeof(rf_draw_change),
+                                   rf_draw_work_bytes(plan->n_vocab, n_draws)};
     for (uint32_t i = 0; i < 3; i++) { /* draws, their changes, work */
-        fits &= rfi_place(&out->scratch_bytes, &at, rfi_session_n_draws(m, d), 1, draw_bytes[i]);
+        fits &= rfi_place(&out->scratch_bytes, &at, draw_bytes[i], 1, 1);
         if (buffer_offset) buffer_offset[plan->n_buffers + i] = at;
     }
     for (uint32_t i = 0; i < plan->n_states; i++) {

@@ -2527,6 +2527,7 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_ARGMAX_BLOCK) rfk_arg
     RFK_SHARED(rfk_argmax_shared, s);
     const float *in = a.in + (size_t)blockIdx.x * a.in_stride;
     float largest = -INFINITY, v[8]; /* eight loads in flight */
+    rfk_wait_previous();
     const uint32_t share = (a.n + gridDim.y - 1) / gridDim.y, begin = share * blockIdx.y,
                    end = begin + share < a.n ? begin + share : a.n;
     uint32_t id = 0xffffffffu;
@@ -2560,6 +2561,7 @@ template <int WAVE> static __global__ void RFK_THREADS(RFK_ARGMAX_BLOCK) rfk_arg
 template <int WAVE> static __global__ void RFK_THREADS(WAVE) rfk_argmax_join(rfk_argmax_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
     rfk_best_value best = {-INFINITY, 0xffffffffu};
+    rfk_wait_previous();
     for (uint32_t i = threadIdx.x; i < a.n_parts; i += WAVE) {
         const rfk_best_value other = a.part[(size_t)blockIdx.x * a.n_parts + i];
         rfk_larger(&best.value, &best.id, other.value, other.id);
@@ -14205,6 +14207,19 @@ static rf_result rfk_mem_sum(rf_queue *q, rf_mem_at src, uint64_t n, rf_mem_at s
     return rfk_end_submit(q, r, ticket, err);
 }
 
+/* Draw n tokens, at most RF_DRAW_AT_ONCE. */
+static rf_result rfk_launch_draws(rf_queue *q, rfk_draw_args a, uint32_t n, rf_error *err) {
+    const dim3 parts(a.n_parts, n), block(RFK_DRAW_BLOCK);
+    hipError_t e = hipSuccess;
+    if (a.n_changes)
+        e = rfk_launch(RFK_WITH_WAVE(q->dev, rfk_draw_maxima<32>, rfk_draw_maxima<64>), parts, block, q->stream, a);
+    if (e == hipSuccess)
+        e = rfk_launch(RFK_WITH_WAVE(q->dev, rfk_draw_keep<32>, rfk_draw_keep<64>), parts, block, q->stream, a);
+    if (e == hipSuccess)
+        e = rfk_launch(RFK_WITH_WAVE(q->dev, rfk_draw<32>, rfk_draw<64>), dim3(n), block, q->stream, a);
+    return rfk_check(q->dev, err, e, "hipLaunchKernel", "draw", 0);
+}
+
 static rf_result rfk_draw_tokens(rf_queue *q, const rf_mem *mem, const rf_draw_batch *b, rf_ticket *ticket,
                                  rf_error *err) {
     rfk_no_ticket(ticket);
@@ -14212,8 +14227,7 @@ static rf_result rfk_draw_tokens(rf_queue *q, const rf_mem *mem, const rf_draw_b
     if (r == RF_OK) r = rfk_range(mem, b->argmax, b->n_rows * sizeof(int32_t), "draw", err);
     if (r == RF_OK) r = rfk_range(mem, b->draws, b->n_draws * sizeof(rf_draw), "draw", err);
     if (r == RF_OK) r = rfk_range(mem, b->changes, b->n_changes * sizeof(rf_draw_change), "draw", err);
-    const uint64_t work_bytes = rf_draw_work_bytes(b->n_vocab);
-    if (r == RF_OK) r = rfk_range(mem, b->work, b->n_draws * work_bytes, "draw", err);
+    if (r == RF_OK) r = rfk_range(mem, b->work, rf_draw_work_bytes(b->n_vocab, b->n_draws), "draw", err);
     if (r == RF_OK && (b->n_vocab == 0 || b->n_vocab > RF_DRAW_MAX_VOCAB))
         r = rfk_fail(err, RF_ERR_ARGUMENT, 0, b->n_vocab, "hip: draw from %u logits: want 1 to %u", b->n_vocab,
                      RF_DRAW_MAX_VOCAB);
@@ -14221,21 +14235,17 @@ static rf_result rfk_draw_tokens(rf_queue *q, const rf_mem *mem, const rf_draw_b
     rfk_scope scope(q->dev->index);
     if (scope.error != hipSuccess) return rfk_enter_queue(q, scope, err);
     char *base = (char *)mem->base;
-    rfk_draw_args a = {(float *)(void *)(base + b->logits), (const int32_t *)(const void *)(base + b->argmax),
-                       (rf_draw *)(void *)(base + b->draws),
-                       (const rf_draw_change *)(const void *)(base + b->changes), base + b->work, work_bytes,
-                       b->n_rows, b->n_vocab, b->n_changes, rfk_ceil_div(b->n_vocab, RF_DRAW_PART)};
-    const dim3 parts(a.n_parts, b->n_draws), block(RFK_DRAW_BLOCK);
+    rf_draw *draws = (rf_draw *)(void *)(base + b->draws);
+    rfk_draw_args a = {(float *)(void *)(base + b->logits), (const int32_t *)(const void *)(base + b->argmax), draws,
+                       (const rf_draw_change *)(const void *)(base + b->changes), base + b->work,
+                       rf_draw_work_bytes(b->n_vocab, 1), b->n_rows, b->n_vocab, b->n_changes,
+                       rfk_ceil_div(b->n_vocab, RF_DRAW_PART)};
     pthread_mutex_lock(&q->submit);
-    if (b->n_changes)
-        r = rfk_check(q->dev, err, rfk_launch(RFK_WITH_WAVE(q->dev, rfk_draw_maxima<32>, rfk_draw_maxima<64>), parts,
-                                              block, q->stream, a), "hipLaunchKernel", "draw", 0);
-    if (r == RF_OK)
-        r = rfk_check(q->dev, err, rfk_launch(RFK_WITH_WAVE(q->dev, rfk_draw_keep<32>, rfk_draw_keep<64>), parts,
-                                              block, q->stream, a), "hipLaunchKernel", "draw", 0);
-    if (r == RF_OK)
-        r = rfk_check(q->dev, err, rfk_launch(RFK_WITH_WAVE(q->dev, rfk_draw<32>, rfk_draw<64>), dim3(b->n_draws),
-                                              block, q->stream, a), "hipLaunchKernel", "draw", 0);
+    for (uint32_t first = 0; r == RF_OK && first < b->n_draws; first += RF_DRAW_AT_ONCE) {
+        const uint32_t n = b->n_draws - first < RF_DRAW_AT_ONCE ? b->n_draws - first : RF_DRAW_AT_ONCE;
+        a.draws = draws + first;
+        r = rfk_launch_draws(q, a, n, err);
+    }
     return rfk_end_submit(q, r, ticket, err);
 }
 
@@ -17014,10 +17024,11 @@ static rf_result rfk_run_argmax(const rfk_launching *l) {
     a.n = l->op->argmax.n;
     a.part = l->n_rows == 1 && a.n > RFK_ARGMAX_PARTS * RFK_ARGMAX_BLOCK ? l->p->best : NULL;
     a.n_parts = a.part ? RFK_ARGMAX_PARTS : 1;
-    rf_result r = rfk_enqueue(l, RFK_BY_WAVE(l, (rfk_argmax<32>), (rfk_argmax<64>)), dim3(l->n_rows, a.n_parts),
-                         RFK_ARGMAX_BLOCK, a);
+    rf_result r = rfk_enqueue_early(l, RFK_BY_WAVE(l, (rfk_argmax<32>), (rfk_argmax<64>)), dim3(l->n_rows, a.n_parts),
+                                    RFK_ARGMAX_BLOCK, a);
     if (r != RF_OK || !a.part) return r;
-    return rfk_enqueue(l, RFK_BY_WAVE(l, (rfk_argmax_join<32>), (rfk_argmax_join<64>)), dim3(1), l->p->dev->wave, a);
+    return rfk_enqueue_early(l, RFK_BY_WAVE(l, (rfk_argmax_join<32>), (rfk_argmax_join<64>)), dim3(1),
+                             l->p->dev->wave, a);
 }
 
 static rfk_route_args rfk_make_route(const rf_prepared *p, uint32_t index) {

@@ -872,7 +872,7 @@ static void draw_case(rf_device *d, uint32_t n, uint32_t kind, const rf_sampler_
     }
     memcpy(copy, logits, all);
     rf_result r = api->queue_create(dev, &q, &err);
-    if (r == RF_OK) r = api->mem_create(dev, work_at + DRAWS * rf_draw_work_bytes(n), &mem, &err);
+    if (r == RF_OK) r = api->mem_create(dev, work_at + rf_draw_work_bytes(n, DRAWS), &mem, &err);
     if (r == RF_OK) r = api->mem_write(q, &mem, 0, logits, all, &t, &err);
     if (r == RF_OK) r = api->mem_write(q, &mem, argmax_at, argmax, sizeof argmax, &t, &err);
     if (r == RF_OK) r = api->mem_write(q, &mem, draws_at, draws, sizeof draws, &t, &err);
