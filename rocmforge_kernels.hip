@@ -12676,11 +12676,11 @@ RFK_DEVICE void rfk_decode_queries(rfk_decode_shared<G, PER> &s, const rfk_decod
     }
 }
 
-/* A lane's state: its part of T keys and values; eight values of each query's weighted sum; maximum and sum of weights
- * of its own query. */
+/* A lane's state: its part of T keys and values; eight values of each query's weighted sum; maximum of its own query,
+ * and sums of its weights, one for each score that the lane keeps: kernels of fewer queries have these in more lanes. */
 template <class KV, int G, int PER> struct rfk_decode_work {
     rfk_decode_raw<KV, PER> k[rfk_decode_shape<KV, G, PER>::T], v[rfk_decode_shape<KV, G, PER>::T];
-    float acc[G][8], largest, sum;
+    float acc[G][8], largest, sum[rfk_decode_shape<KV, G, PER>::KEPT];
 };
 
 /* A head's cache from the lane's values on, and the positions of a split: they end at `end`, those of earlier steps at
@@ -12775,11 +12775,11 @@ RFK_DEVICE void rfk_decode_positions(const rfk_decode_shared<G, PER> &s, const r
     for (int mask = 1; mask < S::LANES; mask *= 2) top = fmaxf(top, rfk_shuffle_xor<WAVE>(top, mask));
     keep = exp2f(o.largest - top);
     o.largest = top;
-    o.sum = rfk_mul(o.sum, keep);
     RFK_UNROLL(2)
     for (int j = 0; j < S::KEPT; j++) {
         score[j] = exp2f(score[j] - top);
-        if (lane % S::COPIES == 0) o.sum += score[j];
+        o.sum[j] = rfk_mul(o.sum[j], keep);
+        if (lane % S::COPIES == 0) o.sum[j] += score[j];
     }
     RFK_UNROLL(8)
     for (uint32_t g = 0; g < (uint32_t)G; g++) {
@@ -12851,7 +12851,8 @@ RFK_DEVICE uint32_t rfk_decode_join_wave(rfk_decode_shared<G, PER> &s, const rfk
                                       float (&v)[G * 8]) {
     typedef rfk_decode_shape<KV, G, PER> S;
     const uint32_t lane = threadIdx.x % WAVE, base = lane - lane % PER;
-    float top = o.largest, sum = o.sum;
+    float top = o.largest, sum = o.sum[0];
+    for (int j = 1; j < S::KEPT; j++) sum += o.sum[j];
     for (int mask = 1; mask < S::LANES; mask *= 2) sum += rfk_shuffle_xor<WAVE>(sum, mask);
     for (int mask = PER; mask < WAVE; mask *= 2) top = fmaxf(top, rfk_shuffle_xor<WAVE>(top, mask));
     const float own = exp2f(o.largest - top);
@@ -13227,7 +13228,7 @@ RFK_DEVICE rfk_decode_cells<KV> rfk_decode_cells_of(const rfk_decode_attention_a
 /* Nothing seen yet. */
 template <class KV, int G, int PER> RFK_DEVICE void rfk_decode_clear(rfk_decode_work<KV, G, PER> &work) {
     work.largest = -3e38f; /* finite */
-    work.sum = 0;
+    for (int j = 0; j < rfk_decode_shape<KV, G, PER>::KEPT; j++) work.sum[j] = 0;
     for (int g = 0; g < G; g++)
         for (int e = 0; e < 8; e++) work.acc[g][e] = 0;
 }
@@ -13240,7 +13241,7 @@ RFK_DEVICE void rfk_decode_sinks(rfk_decode_work<KV, G, PER> &work, const rfk_de
     const uint32_t lane = threadIdx.x % PER;
     if (lane / S::LANES >= heads.n) return;
     work.largest = rfk_load_any(a.sinks, a.sinks_type, heads.first + lane / S::LANES) * RFK_LOG2_E;
-    work.sum = lane % S::LANES == 0 ? 1.0f : 0.0f;
+    work.sum[0] = lane % S::LANES == 0 ? 1.0f : 0.0f;
 }
 
 /* grid [columns, splits, rows], or [columns, splits of all rows]   columns: KV heads, or parts of their groups
