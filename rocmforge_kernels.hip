@@ -12676,8 +12676,8 @@ RFK_DEVICE void rfk_decode_queries(rfk_decode_shared<G, PER> &s, const rfk_decod
     }
 }
 
-/* A lane's state: its part of T keys and values; eight values of each query's weighted sum; maximum of its own query,
- * and sums of its weights, one for each score that the lane keeps: kernels of fewer queries have these in more lanes. */
+/* A lane's state: its part of T keys and values; eight values of each query's weighted sum; of its own query the
+ * maximum, and sums of the weights, one for each score that the lane keeps: of fewer queries more lanes keep scores. */
 template <class KV, int G, int PER> struct rfk_decode_work {
     rfk_decode_raw<KV, PER> k[rfk_decode_shape<KV, G, PER>::T], v[rfk_decode_shape<KV, G, PER>::T];
     float acc[G][8], largest, sum[rfk_decode_shape<KV, G, PER>::KEPT];
