@@ -12456,7 +12456,7 @@ struct rfk_decode_attention_args {
     uint32_t norm_type[2], n_heads, n_kv_heads, head_dim, n_rot, neox, n_cells;
     uint32_t q_stride, k_stride, v_stride, out_stride; /* from row to row */
     uint32_t n_shared;                            /* rows that share the grid's splits; 0: each has the same number */
-    uint32_t n_splits;                            /* of a row, at most, unless rows share them */
+    uint32_t n_splits;                            /* of a row, at most; not if rows share them without turns */
     uint32_t group;                               /* queries of a KV head */
     uint32_t columns_log2, per_column;            /* of a KV head: 2^columns_log2 columns of the grid; their queries */
     uint32_t n_near;                              /* rows of up to so many positions have RFK_CLUSTER splits at most */
@@ -13193,13 +13193,20 @@ template <int WAVE> RFK_CALLED void rfk_decode_find_share(rfk_decode_share *to, 
     if (lane == WAVE - 1 && blockIdx.y >= at) *to = none;
 }
 
+/* TURNS: the splits are those of a row alone, and what was found is which of the row's blocks this is. */
+template <int TURNS>
 RFK_DEVICE rfk_decode_share rfk_decode_share_of(const rfk_decode_share &found, const rfk_decode_attention_args &a) {
     rfk_decode_share o = {blockIdx.z, blockIdx.y, a.n_splits, blockIdx.z * a.n_splits};
     if (a.n_shared) {
         o.row = rfk_uniform(found.row), o.split = rfk_uniform(found.split);
-        o.most = rfk_uniform(found.most), o.slot = rfk_uniform(found.slot);
+        o.most = TURNS ? a.n_splits : rfk_uniform(found.most);
+        o.slot = TURNS ? o.row * a.n_splits : rfk_uniform(found.slot);
     }
     return o;
+}
+/* How many blocks take a row's splits in turn. */
+RFK_DEVICE uint32_t rfk_decode_turn(const rfk_decode_share &found, const rfk_decode_attention_args &a) {
+    return a.n_shared ? rfk_uniform(found.most) : gridDim.y;
 }
 
 /* The blocks of a cluster that have positions tell each other that they have begun; the first waits for n_floats. */
@@ -13246,8 +13253,8 @@ RFK_DEVICE void rfk_decode_sinks(rfk_decode_work<KV, G, PER> &work, const rfk_de
 
 /* grid [columns, splits, rows], or [columns, splits of all rows]   columns: KV heads, or parts of their groups
  * block 256   LDS up to 27 KiB, in a cluster 33 more   cluster [1, up to RFK_CLUSTER, 1]
- * Reads each key and value once for all queries of a column. Blocks without positions or queries return. TURNS: a block
- * takes every gridDim.y-th split of its row, and loads the next while it multiplies one. */
+ * Reads each key and value once for all queries of a column. Blocks without positions or queries return. TURNS: blocks
+ * take a row's splits in turn, and load the next while they multiply one. */
 template <int WAVE, class KV, int G, int PER, int TURNS>
 static __global__ void RFK_RESIDENT(RFK_BLOCK, RFK_DECODE_RESIDENT) rfk_decode_attention(rfk_decode_attention_args a) {
     if (!RFK_RUNS_WAVE(WAVE)) return;
@@ -13263,7 +13270,7 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, RFK_DECODE_RESIDENT) rfk_decode_a
         if (threadIdx.x < WAVE) rfk_decode_find_share<WAVE>(&s.share, of);
         __syncthreads();
     }
-    share = rfk_decode_share_of(s.share, a);
+    share = rfk_decode_share_of<TURNS>(s.share, a);
     const rf_step_row row = a.rows[share.row];
     uint32_t n = (uint32_t)row.pos + 1, seen = 0; /* visible positions, and the cell of the first */
     if (a.window && n > a.window) seen = (n - a.window) % a.n_cells, n = a.window;
@@ -13286,7 +13293,8 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, RFK_DECODE_RESIDENT) rfk_decode_a
         rfk_decode_expect(s.parts, rfk_decode_heads_of(a).n * n_splits * (a.head_dim + 4));
     rfk_decode_norms<G, PER>(s, a);
     if (!a.is_stored) rfk_wait_previous();
-    const bool owns_key = TURNS ? !a.is_stored && (n_splits - 1 - split) % gridDim.y == 0 : in.new_pos != RF_NONE;
+    const bool owns_key = TURNS ? !a.is_stored && (n_splits - 1 - split) % rfk_decode_turn(s.share, a) == 0
+                                : in.new_pos != RF_NONE;
     rfk_decode_queries<WAVE, G, PER>(s, a, share.row, owns_key, pairs);
     RFK_UNROLL(1)
     for (;;) {
@@ -13296,7 +13304,7 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, RFK_DECODE_RESIDENT) rfk_decode_a
             rfk_decode_store<WAVE>(s, (KV *)in.k - threadIdx.x % PER * 8, (KV *)in.v - threadIdx.x % PER * 8,
                                    (uint32_t)row.pos % a.n_cells, a.head_dim);
         if (TURNS) {
-            split += gridDim.y;
+            split += rfk_decode_turn(s.share, a);
             next = rfk_decode_cells_of<KV, PER>(a, row, seen + split * cells, cells, split < n_splits ? all : 0);
         }
         RFK_UNROLL(1)
@@ -13305,16 +13313,16 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, RFK_DECODE_RESIDENT) rfk_decode_a
             rfk_decode_positions<WAVE, KV, G, PER>(s, a, in, first + slot, (ends ? next.begin : first + pass) + slot,
                                                    ends ? next.older_end : in.older_end, work);
         }
-        const rfk_decode_share done = rfk_decode_share_of(s.share, a); /* once more: registers are few */
+        const rfk_decode_share done = rfk_decode_share_of<TURNS>(s.share, a); /* once more: registers are few */
         const rfk_decode_output out = rfk_decode_output_of(a, done, reinterpret_cast<float *>(parts), &s.parts);
         if (out.parts && s.n_splits > 1) rfk_wait_for_cluster(); /* all have begun */
-        rfk_decode_join<WAVE, KV, G, PER>(s, out, TURNS ? split - gridDim.y : done.split, work);
+        rfk_decode_join<WAVE, KV, G, PER>(s, out, TURNS ? split - rfk_decode_turn(s.share, a) : done.split, work);
         if (!TURNS || split >= n_splits) break;
         in = next;
         rfk_decode_clear(work);
     }
     if (s.n_splits == 1) return;
-    const rfk_decode_share done = rfk_decode_share_of(s.share, a);
+    const rfk_decode_share done = rfk_decode_share_of<TURNS>(s.share, a);
     const rfk_decode_output out = rfk_decode_output_of(a, done, reinterpret_cast<float *>(parts), &s.parts);
     if (out.parts) {
         if (done.split) return;
@@ -13322,7 +13330,7 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, RFK_DECODE_RESIDENT) rfk_decode_a
         rfk_decode_join_near<WAVE>(out, s.n_splits, PER * 2);
         return;
     }
-    const uint32_t n_blocks = TURNS && gridDim.y < s.n_splits ? gridDim.y : s.n_splits;
+    const uint32_t turn = rfk_decode_turn(s.share, a), n_blocks = TURNS && turn < s.n_splits ? turn : s.n_splits;
     if (!rfk_decode_last<G, PER>(s, a, done.row, n_blocks)) return;
     if (s.n_splits <= RFK_CLUSTER) rfk_decode_join_near<WAVE>(out, s.n_splits, PER * 2);
     else rfk_decode_join_splits<WAVE>(s.join, out, s.n_splits, G, PER * 2);
@@ -17757,14 +17765,20 @@ static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) 
     a.per_column = rfk_decode_queries_of(p, att, a.is_cluster ? c.grid.x * c.grid.y * c.grid.z : 0);
     a.columns_log2 = rfk_decode_columns_log2(att, a.per_column);
     c.grid.x <<= a.columns_log2;
-    /* More clusters than run at once would take a second round, for their blocks without positions, too. As many
-     * blocks as fit take several splits each instead: 8B on an H200, 16 rows: 3.91 -> 3.76 ms. Columns of one or two
-     * queries, which have kernels of their own, do not. */
+    /* More clusters than run at once would take a second round, for their blocks without positions, too, and each block
+     * waits for its first keys. As many as fit take several splits of a row each instead; of rows beyond a cluster's a
+     * long one gets more blocks. 8B on an H200, 16 rows: behind 256 tokens 3.91 -> 3.76 ms, behind 4,000 7.13 -> 6.10; 2
+     * rows behind 8,000 would take 2.89 instead of 2.73. Columns of one or two queries, which have kernels of their own,
+     * do not. */
     const uint32_t fit = RFK_DECODE_RESIDENT * p->dev->info.compute_units, columns = c.grid.x * c.grid.z;
-    const int full = a.is_cluster && columns * c.grid.y > fit,
-              turns = full && a.per_column > 2 && p->cache_type == RF_CACHE_F16;
+    const int near = a.is_cluster, full = !a.n_shared && columns * c.grid.y > (near ? fit : 2 * fit),
+              turns = full && p->dev->clusters && a.per_column > 2 && p->cache_type == RF_CACHE_F16;
     if (full) a.is_cluster = 0;
-    if (turns) c.grid.y = columns < fit ? fit / columns : 1;
+    if (turns && near) c.grid.y = columns < fit ? fit / columns : 1;
+    if (turns && !near) {
+        a.n_shared = l->n_rows;
+        c.grid = dim3(c.grid.x, rfk_shared_splits(p, att, l->n_rows));
+    }
     if (a.is_cluster) c.cluster = c.grid.y, c.shared_bytes = c.grid.y * RFK_DECODE_PARTS(a.per_column, att->head_dim);
     void (*kernel)(rfk_decode_attention_args) =
         RFK_BY_WAVE(l, rfk_find_decode_attention<32>(p->cache_type, att->head_dim, a.per_column, turns),

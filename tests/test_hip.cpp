@@ -3185,6 +3185,8 @@ static void test_attention_of_rows() {
         {2, 1, 64, RF_CACHE_F16, false, false, 2100, 5, 1, 20, true}, /* whose window no cluster takes */
         {3, 1, 256, RF_CACHE_F16, true, false, 0, 5, 1, 20, true},
         {8, 2, 128, RF_CACHE_F16, false, true, 0, 5, 1, 133, true},
+        {4, 1, 64, RF_CACHE_F16, false, true, 0, 16, 1, 9, true},
+        {4, 1, 128, RF_CACHE_F16, true, true, 0, 10, 2, 20, true},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i += stride)
         for (uint32_t index = 0; index < devices.size(); index++) {
