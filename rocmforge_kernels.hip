@@ -17765,11 +17765,11 @@ static rf_result rfk_run_decode_attention(rfk_launching *l, const rfk_fused *f) 
     a.per_column = rfk_decode_queries_of(p, att, a.is_cluster ? c.grid.x * c.grid.y * c.grid.z : 0);
     a.columns_log2 = rfk_decode_columns_log2(att, a.per_column);
     c.grid.x <<= a.columns_log2;
-    /* More clusters than run at once would take a second round, for their blocks without positions, too, and each block
-     * waits for its first keys. As many as fit take several splits of a row each instead; of rows beyond a cluster's a
-     * long one gets more blocks. 8B on an H200, 16 rows: behind 256 tokens 3.91 -> 3.76 ms, behind 4,000 7.13 -> 6.10; 2
-     * rows behind 8,000 would take 2.89 instead of 2.73. Columns of one or two queries, which have kernels of their own,
-     * do not. */
+    /* More clusters than run at once would take a second round, for their blocks without positions, too, and each
+     * block waits for its first keys. As many as fit take several splits of a row each instead; of rows beyond a
+     * cluster's a long one gets more blocks. 8B on an H200, 16 rows: behind 256 tokens 3.91 -> 3.76 ms, behind 4,000
+     * 7.13 -> 6.10; 2 rows behind 8,000 would take 2.89 instead of 2.73. Columns of one or two queries, which have
+     * kernels of their own, do not. */
     const uint32_t fit = RFK_DECODE_RESIDENT * p->dev->info.compute_units, columns = c.grid.x * c.grid.z;
     const int near = a.is_cluster, full = !a.n_shared && columns * c.grid.y > (near ? fit : 2 * fit),
               turns = full && p->dev->clusters && a.per_column > 2 && p->cache_type == RF_CACHE_F16;
