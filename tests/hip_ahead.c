@@ -694,10 +694,10 @@ int main(int argc, char **argv) {
     RUN_SLOW(test_ends);
     RUN_SLOW(test_failures);
     RUN(test_no_numbers);
-    RUN(test_scheduler);
+    RUN_SLOW(test_scheduler);
     RUN_SLOW(test_scheduler_failures);
     RUN(test_many_requests);
-    RUN(test_shared_budget);
+    RUN_SLOW(test_shared_budget);
     const hip_emu_counts after = hip_emu_get_counts();
     if (before.allocations != after.allocations || before.host_allocations != after.host_allocations || before.events != after.events ||
         before.streams != after.streams) rft_failed++, puts("  FAIL something is left on the device");

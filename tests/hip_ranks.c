@@ -407,11 +407,11 @@ int main(int argc, char **argv) {
     RUN_SLOW(test_tensors_of_floats);
     RUN_SLOW(test_tensors_of_three);
     RUN_SLOW(test_tensors_by_rccl);
-    RUN(test_layers);
+    RUN_SLOW(test_layers);
     RUN_SLOW(test_layers_more);
     RUN_SLOW(test_tiles);
     RUN(test_refused);
-    RUN(test_leaving);
+    RUN_SLOW(test_leaving);
     RUN_SLOW(test_failing_tensors);
     RUN_SLOW(test_failing_rccl);
     RUN_SLOW(test_failing_layers);

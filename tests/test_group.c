@@ -879,13 +879,13 @@ int main(int argc, char **argv) {
     RUN(test_tensors_streamed);
     RUN_SLOW(test_tensors_uneven);
     RUN(test_tensors_refused);
-    RUN(test_tensors_failing);
+    RUN_SLOW(test_tensors_failing);
     RUN_SLOW(test_tensors_failing_more);
     RUN_SLOW(test_tensors_go_on);
     RUN_SLOW(test_tensors_go_on_more);
     RUN(test_tensors_threads);
     RUN(test_peers);
-    RUN(test_uneven);
+    RUN_SLOW(test_uneven);
     RUN(test_same_bits_of_20_rows);
     RUN(test_rows_of_a_batch);
     RUN(test_failing_calls);
@@ -898,7 +898,7 @@ int main(int argc, char **argv) {
     RUN(test_same_bits);
     RUN(test_loads_side_by_side);
     RUN(test_critical_first);
-    RUN(test_budgets);
+    RUN_SLOW(test_budgets);
     RUN(test_names);
     RUN(test_failing_null);
     RUN(test_generated);

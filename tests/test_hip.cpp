@@ -4334,7 +4334,7 @@ int main(int argc, char **argv) {
     RUN_SLOW(test_experts);
     RUN_SLOW(test_expert_tiles);
     RUN(test_expert_groups);
-    RUN(test_mixture_parts);
+    RUN_SLOW(test_mixture_parts);
     RUN(test_kv_store);
     RUN(test_attention);
     RUN(test_attention_both_ways_and_lists);
@@ -4373,7 +4373,7 @@ int main(int argc, char **argv) {
     RUN_SLOW(test_bfloats);
 #ifdef RF_TEST_EMU
     RUN_SLOW(test_blocks_of_512);
-    RUN(test_together_by_mma);
+    RUN_SLOW(test_together_by_mma);
     RUN_SLOW(test_matrix_units);
     RUN(test_wrong_units);
     RUN(test_stale_graphs);

@@ -905,8 +905,8 @@ int main(int argc, char **argv) {
 #ifdef RF_TEST_EMU
         hip_emu_trusted_graphs(n_gpus == 1); /* steps of several rows are replayed as well */
 #endif
-        rft_run("test_neighbours", test_neighbours, n_gpus > 1); /* slow: other waves than the first device's */
-        rft_run("test_play", test_play, n_gpus > 1);
+        rft_run("test_neighbours", test_neighbours, 1);
+        rft_run("test_play", test_play, n_gpus > 1); /* slow: other waves than the first device's */
     }
     device_name = "cpu";
     if (n_gpus == 0) {
