@@ -47,7 +47,7 @@ SLOW  = tests/test_sanitizers.sh tests/test_hipcc.sh tests/test_isa.sh tests/tes
         tests/test_family_goldens.sh tests/test_once_cell.sh $(B)/test_fuzz $(B)/test_limits $(B)/hip_model
 PARTS = tests/test_readme.sh tests/test_compile.sh tests/test_server.sh $(B)/test_corpus $(B)/test_draft
 BUILT = $(EMULATED) $(EXAMPLES) $(TESTS)
-test: $(filter-out $(SLOW),$(BUILT))    ## run the tests (3 minutes on two cores); suites that lack a tool are skipped
+test: $(filter-out $(SLOW),$(BUILT))    ## run the tests (3 to 4 minutes on two cores); suites that lack a tool are skipped
 	$(JOBS)sh tests/run.sh $(B) $(if $(HAVE_CXX),$(IN_PARTS:=@quick) $(B)/hip_mtp) \
 	  $(PARTS:=@quick) $(filter-out $(SLOW) $(PARTS),$(SCRIPTS) $(TESTS))
 

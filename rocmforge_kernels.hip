@@ -12437,7 +12437,7 @@ static __global__ void RFK_THREADS(RFK_BLOCK) rfk_angles(rfk_angles_args a) {
 /* Positions: rows of up to so many have RFK_CLUSTER splits at most, where clusters are. H200, behind 1,500 tokens, with
  * 1,024, 2,048 and 4,096: 1B 2,035, 2,102 and 2,101 tok/s, 8B 598, 614 and 614; 8B behind 3,900: 569, 571 and 552. */
 #define RFK_DECODE_NEAR 2048u
-#define RFK_DECODE_FEW 256u /* a graph of one row for so many positions has fewer blocks */
+#define RFK_DECODE_SHORT 256u /* a graph of one row for so many positions has fewer blocks */
 #define RFK_CLUSTER 8u       /* blocks of a cluster, at most: every GPU that has clusters has room for these */
 #define RFK_DECODE_RESIDENT 2 /* blocks of a multiprocessor that run at once */
 
@@ -12455,7 +12455,7 @@ struct rfk_decode_attention_args {
     const rf_step_row *rows;
     uint32_t norm_type[2], n_heads, n_kv_heads, head_dim, n_rot, neox, n_cells;
     uint32_t q_stride, k_stride, v_stride, out_stride; /* from row to row */
-    uint32_t n_shared;                            /* rows that share the grid's splits; 0: each has the same number */
+    uint32_t n_shared;                            /* rows that share the grid's blocks; 0: each has the same number */
     uint32_t n_splits;                            /* of a row, at most; not if rows share them without turns */
     uint32_t group;                               /* queries of a KV head */
     uint32_t columns_log2, per_column;            /* of a KV head: 2^columns_log2 columns of the grid; their queries */
@@ -12572,7 +12572,7 @@ RFK_DEVICE rfk_decode_heads rfk_decode_heads_of(const rfk_decode_attention_args 
 
 /* A block's split of a row, or its first. Visible positions are divided evenly over the splits: see rfk_decode_min. */
 struct rfk_decode_share {
-    uint32_t row, split, most; /* splits of the row, at most */
+    uint32_t row, split, most; /* splits of the row, at most; of those taken in turn, as found, its blocks */
     uint32_t slot;             /* where the parts of the row's splits begin, in splits */
 };
 
@@ -13204,8 +13204,8 @@ RFK_DEVICE rfk_decode_share rfk_decode_share_of(const rfk_decode_share &found, c
     }
     return o;
 }
-/* How many blocks take a row's splits in turn. */
-RFK_DEVICE uint32_t rfk_decode_turn(const rfk_decode_share &found, const rfk_decode_attention_args &a) {
+/* From a block's split to its next: so many blocks take a row's splits in turn. */
+RFK_DEVICE uint32_t rfk_decode_stride(const rfk_decode_share &found, const rfk_decode_attention_args &a) {
     return a.n_shared ? rfk_uniform(found.most) : gridDim.y;
 }
 
@@ -13251,7 +13251,7 @@ RFK_DEVICE void rfk_decode_sinks(rfk_decode_work<KV, G, PER> &work, const rfk_de
     work.sum[0] = lane % S::LANES == 0 ? 1.0f : 0.0f;
 }
 
-/* grid [columns, splits, rows], or [columns, splits of all rows]   columns: KV heads, or parts of their groups
+/* grid [columns, blocks of a row, rows], or [columns, blocks of all rows]   columns: KV heads, or parts of their groups
  * block 256   LDS up to 27 KiB, in a cluster 33 more   cluster [1, up to RFK_CLUSTER, 1]
  * Reads each key and value once for all queries of a column. Blocks without positions or queries return. TURNS: blocks
  * take a row's splits in turn, and load the next while they multiply one. */
@@ -13293,7 +13293,7 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, RFK_DECODE_RESIDENT) rfk_decode_a
         rfk_decode_expect(s.parts, rfk_decode_heads_of(a).n * n_splits * (a.head_dim + 4));
     rfk_decode_norms<G, PER>(s, a);
     if (!a.is_stored) rfk_wait_previous();
-    const bool owns_key = TURNS ? !a.is_stored && (n_splits - 1 - split) % rfk_decode_turn(s.share, a) == 0
+    const bool owns_key = TURNS ? !a.is_stored && (n_splits - 1 - split) % rfk_decode_stride(s.share, a) == 0
                                 : in.new_pos != RF_NONE;
     rfk_decode_queries<WAVE, G, PER>(s, a, share.row, owns_key, pairs);
     RFK_UNROLL(1)
@@ -13304,7 +13304,7 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, RFK_DECODE_RESIDENT) rfk_decode_a
             rfk_decode_store<WAVE>(s, (KV *)in.k - threadIdx.x % PER * 8, (KV *)in.v - threadIdx.x % PER * 8,
                                    (uint32_t)row.pos % a.n_cells, a.head_dim);
         if (TURNS) {
-            split += rfk_decode_turn(s.share, a);
+            split += rfk_decode_stride(s.share, a);
             next = rfk_decode_cells_of<KV, PER>(a, row, seen + split * cells, cells, split < n_splits ? all : 0);
         }
         RFK_UNROLL(1)
@@ -13316,7 +13316,7 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, RFK_DECODE_RESIDENT) rfk_decode_a
         const rfk_decode_share done = rfk_decode_share_of<TURNS>(s.share, a); /* once more: registers are few */
         const rfk_decode_output out = rfk_decode_output_of(a, done, reinterpret_cast<float *>(parts), &s.parts);
         if (out.parts && s.n_splits > 1) rfk_wait_for_cluster(); /* all have begun */
-        rfk_decode_join<WAVE, KV, G, PER>(s, out, TURNS ? split - rfk_decode_turn(s.share, a) : done.split, work);
+        rfk_decode_join<WAVE, KV, G, PER>(s, out, TURNS ? split - rfk_decode_stride(s.share, a) : done.split, work);
         if (!TURNS || split >= n_splits) break;
         in = next;
         rfk_decode_clear(work);
@@ -13330,7 +13330,8 @@ static __global__ void RFK_RESIDENT(RFK_BLOCK, RFK_DECODE_RESIDENT) rfk_decode_a
         rfk_decode_join_near<WAVE>(out, s.n_splits, PER * 2);
         return;
     }
-    const uint32_t turn = rfk_decode_turn(s.share, a), n_blocks = TURNS && turn < s.n_splits ? turn : s.n_splits;
+    const uint32_t stride = rfk_decode_stride(s.share, a),
+                   n_blocks = TURNS && stride < s.n_splits ? stride : s.n_splits;
     if (!rfk_decode_last<G, PER>(s, a, done.row, n_blocks)) return;
     if (s.n_splits <= RFK_CLUSTER) rfk_decode_join_near<WAVE>(out, s.n_splits, PER * 2);
     else rfk_decode_join_splits<WAVE>(s.join, out, s.n_splits, G, PER * 2);
@@ -18425,8 +18426,8 @@ static void rfk_begin_rows(rf_prepared *p, const rf_step *step) {
     while (p->positions <= last) p->positions *= 2;
     if (step->n_rows == 1)
         p->positions = !p->dev->clusters || last >= RFK_DECODE_NEAR ? 0x80000000u
-                       : last >= RFK_DECODE_FEW                     ? RFK_DECODE_NEAR
-                                                                    : RFK_DECODE_FEW;
+                       : last >= RFK_DECODE_SHORT                     ? RFK_DECODE_NEAR
+                                                                    : RFK_DECODE_SHORT;
 }
 
 /* The graph of a step of several rows; NULL: none. Captured when two in a row have as many rows and the same weights.

@@ -2091,6 +2091,7 @@ static int measure_drafts(app *a, ids *answer, drafted *g) {
     double plain[REPEAT_MAX], tok_s;
     const uint32_t n_logits = (uint32_t)a->o.draft_max + 1;
     if ((code = parse_depths(a, "256", 1, &depth))) return code;
+    if (depth == 0) return fail(a, USAGE, "--draft: want -d above 0");
     const uint64_t n = depth + a->o.n_decode;
     if ((code = parse_shares(a, shares, &mtp))) return code;
     if ((code = open_model(a, a->o.device))) return code;

@@ -842,8 +842,7 @@ HIP_EMU_UNCHECKED static void hip_emu_wgmma_product(float *d, const float (*rows
     for (unsigned c = 0; c < COLS / 4; c++) {
         for (unsigned k = 0; k < 16; k++) column[k] = hip_emu_wgmma_value<F16>(b, c / 2 * 8 + lane % 4 * 2 + c % 2, k);
         for (unsigned r = 0; r < 2; r++) {
-            double sum = 0;
-            for (unsigned k = 0; k < 16; k++) sum += static_cast<double>(rows[r][k]) * column[k];
+            const double sum = hip_emu_dot<double, 16>(rows[r], column);
             float *to = &d[c / 2 * 4 + (hip_emu_wrong_kinds & 4 ? 1 - r : r) * 2 + c % 2];
             *to = (add ? *to : 0) + static_cast<float>(sum);
         }

@@ -621,6 +621,8 @@ for v in "" x 0 1, 1025; do
 done
 expect 0 "bench --draft" bench --gguf $model --draft 75 --draft-max 2 -n 8 -r 1 --device cpu
 verdict "bench --draft: a line for each" test "$(grep -c '^ *75  *[1-2a].*  yes$' "$t/out")" = 3
+expect 2 "bench --draft -d 0" bench --gguf $model --draft 75 -d 0 && says "bench --draft -d 0" "-d above 0"
+expect 1 "bench --draft -d beyond --ctx" bench --gguf $model --draft 75 -d 300 -n 4 --ctx 303 && says "bench --draft -d beyond --ctx" "304 tokens"
 expect 0 "bench --draft mtp" bench --gguf $mtp --draft 50,mtp --draft-max 1 -n 8 -r 1 --ctx 300 --device cpu
 verdict "bench --draft mtp: lines of both" test "$(grep -c '^ *\(50\|mtp\)  *[1a].*  yes$' "$t/out")" = 4
 expect 1 "bench --draft mtp, no head" bench --gguf $model --draft mtp && says "bench --draft mtp, no head" "no MTP head"
